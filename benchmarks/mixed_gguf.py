@@ -1,10 +1,11 @@
 """KL divergence of `localgen quantize --gguf auto` and of llama.cpp's types at the same size.
 
-python -m benchmarks.mixed_gguf [--model tiny|smollm2|smollm2-wide] [--types Q2_K,IQ3_M]
+python -m benchmarks.mixed_gguf [--model tiny|smollm2|smollm2-wide] [--types Q2_K,IQ3_M] [--gptq]
 
 For each type of llama.cpp a file with chosen types is made that is not larger, with the same
-importance matrix. Both are compared with the 16-bit file on held-out text in llama.cpp. Intervals
-are of the mean difference per window, from a paired bootstrap over windows.
+importance matrix, and with --gptq another one whose codes GPTQ chooses. All are compared with the
+16-bit file on held-out text in llama.cpp. Intervals are of the mean difference per window, from a
+paired bootstrap over windows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,23 @@ from benchmarks.measure import RESULTS, command, machine, table, versions
 from benchmarks.model_folders import NAMES, model_folder
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.quant.calibrate.text_windows import held_out_windows
+from localgen.quant.gguf.gptq_rounding import GgufRounding
 from localgen.quant.gguf.requantize import make_gguf
+from localgen.quant.gguf_job import unfinished_file
 from localgen.quant.job import QuantizeJob
-from localgen.quant.mixed.groups import FileShape, plan_file
-from localgen.quant.mixed.search import Mixture, Options, fit_bytes, total_kl
+from localgen.quant.mixed.groups import GPTQ_LAYER_TYPES, FileShape, plan_file
+from localgen.quant.mixed.search import (
+    Mixture,
+    Options,
+    fit_bytes,
+    smallest_mixture,
+    total_bytes,
+    total_kl,
+)
 from localgen.quant.mixed.sensitivity import PROBE_TOKENS, SensitivityProbes
 from localgen.quant.preflight import PreparedQuantization, prepare_quantization
 from localgen.quant.request.events import ProgressEvent, QuantizeEvent
-from localgen.quant.request.recipe import CalibrationConfig
+from localgen.quant.request.recipe import CalibrationConfig, Recipe
 from localgen.quant.request.request import GGUF_CALIBRATION_RECIPE
 
 Array = NDArray[np.float64]
@@ -56,7 +66,9 @@ class Comparison:
     """A type of llama.cpp and the file with chosen types that is not larger.
 
     stock_kl, auto_kl: mean KL divergence from the 16-bit file, in nats. low, high: 95 % interval of
-    auto_kl - stock_kl. predicted_kl: of the chosen types, on the calibration text.
+    auto_kl - stock_kl. predicted_kl: of the chosen types, on the calibration text. gptq_kl: of the
+    file whose codes GPTQ chooses, None without one; gptq_low, gptq_high: 95 % interval of
+    gptq_kl - auto_kl.
     """
 
     stock: str
@@ -69,10 +81,19 @@ class Comparison:
     high: float
     predicted_kl: float
     types: dict[str, list[str]]
+    gptq_kl: float | None = None
+    gptq_low: float | None = None
+    gptq_high: float | None = None
 
     @property
     def cells(self) -> tuple[str, ...]:
         change = self.auto_kl / self.stock_kl - 1
+        by_gptq = ("", "")
+        if self.gptq_kl is not None and self.gptq_low is not None and self.gptq_high is not None:
+            by_gptq = (
+                f"{1e3 * self.gptq_kl:.1f} ({self.gptq_kl / self.auto_kl - 1:+.0%})",
+                f"{1e3 * self.gptq_low:+.1f} to {1e3 * self.gptq_high:+.1f}",
+            )
         return (
             self.stock,
             f"{self.bits_per_weight:.2f}",
@@ -81,17 +102,21 @@ class Comparison:
             f"{1e3 * self.auto_kl:.1f} ({change:+.0%})",
             f"{1e3 * self.low:+.1f} to {1e3 * self.high:+.1f}",
             f"{1e3 * self.predicted_kl:.1f}",
+            *by_gptq,
         )
 
 
-HEAD = ("type", "bits/weight", "size", "KL", "KL of auto", "95 % interval", "predicted")
+HEAD = (
+    *("type", "bits/weight", "size", "KL", "KL of auto", "95 % interval", "predicted"),
+    *("KL of auto --gptq", "95 % interval"),
+)
 
 
 class MeasuredModel:
     """A model folder with its importance matrix, and the measured loss of its groups."""
 
     def __init__(self, folder: Path, place: Path, calibration: CalibrationConfig, tokens: int):
-        self.folder = folder
+        self.folder, self._calibration = folder, calibration
         self.prepared: PreparedQuantization = prepare_quantization(
             folder, GGUF_CALIBRATION_RECIPE, calibration, "cpu"
         )
@@ -123,10 +148,34 @@ class MeasuredModel:
         }
         make_gguf(self.folder, target, file_type, types=types, imatrix=self.importance)
 
-    def fit(self, size_bytes: int) -> Mixture:
-        """Chosen types for a file of this size."""
-        fixed = self.shape.header_bytes + self.shape.other_bytes
-        return fit_bytes(self.options, size_bytes - fixed)
+    def write_by_gptq(self, target: Path, mixture: Mixture) -> None:
+        """Write a file with chosen types, whose codes GPTQ chooses."""
+        recipe = Recipe(method="gptq", group_size=None)
+        prepared = prepare_quantization(self.folder, recipe, self._calibration, "cpu")
+        rounding = GgufRounding(
+            prepared.source.spec,
+            target.stem,
+            unfinished_file(target),
+            lambda path: self.write(path, "Q4_K_M", mixture),
+        )
+        target.unlink(missing_ok=True)  # of an unfinished run
+        job = QuantizeJob(self.folder.name, prepared, target, mode="gguf", rounding=rounding)
+        job.run(print_progress, resume=True)
+        job.work_folder.remove()
+
+    def fit(self, size_bytes: int, *, by_gptq: bool = False) -> Mixture | None:
+        """Chosen types for a file of this size; None if there is none so small."""
+        options = self.options
+        if by_gptq:
+            outside = {group.name for group in self.shape.groups if group.layer is None}
+            options = {
+                name: [one for one in each if name in outside or one.type_name in GPTQ_LAYER_TYPES]
+                for name, each in options.items()
+            }
+        left = size_bytes - self.shape.header_bytes - self.shape.other_bytes
+        if total_bytes(smallest_mixture(options)) > left:
+            return None
+        return fit_bytes(options, left)
 
     def types_by_role(self, mixture: Mixture) -> dict[str, list[str]]:
         types: dict[str, list[str]] = {}
@@ -143,6 +192,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seq-len", type=int, default=512, help="tokens of a sequence")
     parser.add_argument("--probe-tokens", type=int, default=PROBE_TOKENS)
     parser.add_argument("--windows", type=int, default=48, help="windows of held-out text")
+    parser.add_argument("--gptq", action="store_true", help="also with codes chosen by GPTQ")
     parser.add_argument("--work", type=Path, help="folder whose unfinished run is continued")
     parser.add_argument("--output", type=Path, help="result file")
     asked = parser.parse_args(arguments)
@@ -152,9 +202,8 @@ def main(arguments: list[str] | None = None) -> None:
         calibration = CalibrationConfig(samples=asked.samples, seq_len=asked.seq_len)
         folder = model_folder(asked.model, place)
         model = MeasuredModel(folder, place, calibration, asked.probe_tokens)
-        found = compared(
-            model, (asked.types or TYPES[asked.model]).split(","), place, asked.windows
-        )
+        types = (asked.types or TYPES[asked.model]).split(",")
+        found = compared(model, types, place, asked.windows, by_gptq=asked.gptq)
     print(table(HEAD, [one.cells for one in found]))
     record = {"model": asked.model, "windows": asked.windows}
     comparisons = [asdict(one) for one in found]
@@ -179,31 +228,39 @@ def save_record(
 
 
 def compared(
-    model: MeasuredModel, types: Sequence[str], place: Path, num_windows: int
+    model: MeasuredModel, types: Sequence[str], place: Path, num_windows: int, *, by_gptq: bool
 ) -> list[Comparison]:
     """Write all files and compare them."""
     wide = place / "16bit.gguf"
     model.write(wide, "F16")
-    files, mixtures = [wide], {}
+    files, mixtures = [wide], dict[str, Mixture]()
     for name in types:
-        stock, auto = place / f"{name}.gguf", place / f"auto-{name}.gguf"
+        stock, auto, gptq = (place / f"{side}{name}.gguf" for side in ("", "auto-", "gptq-"))
         model.write(stock, name)
-        mixtures[name] = model.fit(stock.stat().st_size)
-        model.write(auto, "Q4_K_M", mixtures[name])
+        mixture = model.fit(stock.stat().st_size)
+        assert mixture is not None, name
+        mixtures[name] = mixture
+        model.write(auto, "Q4_K_M", mixture)
         files += [stock, auto]
-    kls = window_kls(model.folder, files, num_windows)
+        if by_gptq and (codes := model.fit(stock.stat().st_size, by_gptq=True)) is not None:
+            model.write_by_gptq(gptq, codes)
+            files.append(gptq)
+    kls = dict(zip(files[1:], window_kls(model.folder, files, num_windows), strict=True))
     found = []
-    for index, name in enumerate(types):
-        stock, auto = files[2 * index + 1 : 2 * index + 3]
-        low, high = bootstrap_interval(kls[2 * index + 1] - kls[2 * index])
+    for name, mixture in mixtures.items():
+        stock, auto, gptq = (place / f"{side}{name}.gguf" for side in ("", "auto-", "gptq-"))
+        low, high = bootstrap_interval(kls[auto] - kls[stock])
         bits = 8 * (stock.stat().st_size - model.shape.header_bytes) / model.shape.num_weights
-        found.append(
-            Comparison(
-                name, bits, stock.stat().st_size, auto.stat().st_size,
-                float(kls[2 * index].mean()), float(kls[2 * index + 1].mean()), low, high,
-                total_kl(mixtures[name]), model.types_by_role(mixtures[name]),
-            )
+        one = Comparison(
+            name, bits, stock.stat().st_size, auto.stat().st_size,
+            float(kls[stock].mean()), float(kls[auto].mean()), low, high,
+            total_kl(mixture), model.types_by_role(mixture),
         )  # fmt: skip
+        if gptq in kls:
+            low, high = bootstrap_interval(kls[gptq] - kls[auto])
+            mean = float(kls[gptq].mean())
+            one = replace(one, gptq_kl=mean, gptq_low=low, gptq_high=high)
+        found.append(one)
     return found
 
 

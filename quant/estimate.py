@@ -48,7 +48,7 @@ def estimate_resources(
     spec = prepared.source.spec
     states = 0
     if prepared.windows is not None:
-        models = 2 if prepared.recipe.needs_originals else 1
+        models = 2 if prepared.recipe.needs_originals and mode != "observe" else 1
         states = 4 * spec.hidden_size * prepared.windows.ids.numel() * models
     output = _written_bytes(prepared, mode)
     batch = max(1, _BATCH_TOKENS // prepared.seq_len)

@@ -88,7 +88,7 @@ def prepare_gguf_job(
     check_gguf_output(output)
     job = GgufJob(source, output, file_type, None)
     # the folded layers take as much as the 16-bit file; that of an unfinished run is made already
-    num_wide_copies = 2 if request.mode == "fold" else 0 if _unfinished_file(output).exists() else 1
+    num_wide_copies = 2 if request.mode == "fold" else 0 if unfinished_file(output).exists() else 1
     _report_estimate(job, name, on_event, num_wide_copies=num_wide_copies)
     report_window(source.spec, on_event)
     if request.recipe is None:
@@ -118,7 +118,7 @@ def _with_gptq(
     def make_file(path: Path) -> None:
         make_gguf(folder, path, job.file_type, on_event=on_event)
 
-    unfinished = _unfinished_file(job.output)
+    unfinished = unfinished_file(job.output)
     rounding = GgufRounding(job.source.spec, job.file_type, unfinished, make_file)
     layers = QuantizeJob(name, prepared, job.output, mode="gguf", rounding=rounding)
     layers.check_disk_space(resume=request.resume)
@@ -126,8 +126,8 @@ def _with_gptq(
     return replace(job, calibration=layers)
 
 
-def _unfinished_file(output: Path) -> Path:
-    """llama.cpp's file, whose codes are to be replaced."""
+def unfinished_file(output: Path) -> Path:
+    """llama.cpp's file, whose codes GPTQ is to replace."""
     return WorkFolder(output, 0).path / "llama.cpp.gguf"
 
 

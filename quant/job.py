@@ -87,10 +87,7 @@ class QuantizeJob:
         resumed, DiskFull if the files do not fit."""
         self.work_folder.check_startable(resume=resume)
         free, there = self._free_disk()
-        taken = sum(
-            path.stat().st_size for path in self.work_folder.path.glob("*") if path.is_file()
-        )
-        if self.estimate.disk_bytes > free + taken:
+        if self.estimate.disk_bytes > free + self.work_folder.num_bytes:
             raise DiskFull(
                 f"the result and its temporary files take "
                 f"{format_size(self.estimate.disk_bytes)}, {there} has {format_size(free)} free: "
@@ -206,7 +203,7 @@ class QuantizeJob:
             self._write_non_layer_tensors()
         states = self._open_activations("states")
         originals = None
-        if self.prepared.recipe.needs_originals:
+        if self.prepared.recipe.needs_originals and self.mode != "observe":
             originals = self._open_activations("original-states")
         step = "quantizing" if self.mode in ("round", "gguf") else "calibrating"
         started_s = time.monotonic()

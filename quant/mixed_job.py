@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -20,14 +23,17 @@ from localgen.backends.memory.system import (
 from localgen.backends.units import format_elapsed, format_size
 from localgen.quant.calibrate.text_windows import CALIBRATION_TEXT
 from localgen.quant.compare import evaluate_models
+from localgen.quant.estimate import estimate_resources
 from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
+from localgen.quant.gguf.ggml_rounding import WEIGHED_TYPES
+from localgen.quant.gguf.gptq_rounding import GgufRounding
 from localgen.quant.gguf.metadata import check_convertible
 from localgen.quant.gguf.requantize import estimate_gguf_bytes, make_gguf
-from localgen.quant.gguf_job import check_gguf_output, report_window
+from localgen.quant.gguf_job import check_gguf_output, report_window, unfinished_file
 from localgen.quant.job import QuantizeJob
-from localgen.quant.mixed.groups import FileShape, plan_file
+from localgen.quant.mixed.groups import GPTQ_LAYER_TYPES, FileShape, plan_file
 from localgen.quant.mixed.loss_search import LossSearch
-from localgen.quant.mixed.search import Mixture, Options, fit_bytes, total_kl
+from localgen.quant.mixed.search import Mixture, Options, fit_bytes, total_bytes, total_kl
 from localgen.quant.mixed.sensitivity import SensitivityProbes
 from localgen.quant.preflight import prepare_quantization, require_unquantized
 from localgen.quant.request.events import (
@@ -36,6 +42,7 @@ from localgen.quant.request.events import (
     MixtureEvent,
     NoteEvent,
     OnEvent,
+    QuantizeEvent,
     StoppedEvent,
 )
 from localgen.quant.request.gguf_types import GGUF_TYPES
@@ -47,8 +54,8 @@ MeasureKl = Callable[[Path, OnEvent], float]
 
 
 class MixedGgufJob:
-    """calibration: in mode `observe`, with the output of this job. measure_kl: for a target of
-    loss."""
+    """calibration: in mode `observe`, with the output of this job; with GPTQ's recipe, GPTQ chooses
+    the codes of the files. measure_kl: for a target of loss."""
 
     def __init__(
         self,
@@ -66,6 +73,7 @@ class MixedGgufJob:
         self._budget = _tensor_budget(self.shape, target)
         assert prepared.windows is not None
         self._windows = prepared.windows
+        self._by_gptq = prepared.recipe.method == "gptq"
         self._probes = SensitivityProbes(
             self._source,
             self.shape.groups,
@@ -77,13 +85,20 @@ class MixedGgufJob:
         self._mixture: Mixture = {}
         self._estimated_bytes = 0
         self._estimated_s = self._probes_s = 0.0
+        self._stopped: StoppedEvent | None = None  # in GPTQ
 
     def report_estimate(self, on_event: OnEvent) -> None:
         """Emit the estimates of memory, disk and time. Raises DiskFull and OutOfMemory."""
         spec = self._source.spec
         output = None if self._budget is None else self.shape.header_bytes + self._budget
-        needed = estimate_gguf_bytes(spec, "F16") + (output or estimate_gguf_bytes(spec, "Q8_0"))
-        free = self.calibration.free_disk_bytes()
+        most = output or estimate_gguf_bytes(spec, "Q8_0")
+        needed, rounding_bytes = estimate_gguf_bytes(spec, "F16") + most, 0
+        if self._by_gptq:
+            rounding = estimate_resources(self.calibration.prepared, "gguf")
+            rounding_bytes = rounding.peak_bytes
+            # then llama.cpp's file, the rows for it, and activations
+            needed = max(needed, 2 * most + 2 * rounding.states_bytes)
+        free = self.calibration.free_disk_bytes() + self.calibration.work_folder.num_bytes
         if needed > free:
             raise DiskFull(
                 f"{self.output} takes {format_size(needed)} while it is made, {format_size(free)} "
@@ -91,11 +106,12 @@ class MixedGgufJob:
             )
         self.calibration.report_estimate(on_event)
         probes = psutil.Process().memory_info().rss + self._probes.peak_bytes()
-        self._estimated_bytes = max(probes, self.calibration.estimate.peak_bytes)
+        self._estimated_bytes = max(probes, rounding_bytes, self.calibration.estimate.peak_bytes)
         on_event(
             EstimateEvent(
                 model=self.calibration.model,
-                description=f"types chosen by loss for {self.target}",
+                description=f"types chosen by loss for {self.target}"
+                + (", codes by gptq" if self._by_gptq else ""),
                 output=str(self.output),
                 source_bytes=self._source.size_bytes,
                 output_bytes=output,
@@ -107,9 +123,10 @@ class MixedGgufJob:
             )
         )
         if self._estimated_bytes > total_memory_bytes():
+            what = "GPTQ takes" if self._estimated_bytes == rounding_bytes else "the probes take"
             raise OutOfMemory(
-                f"the probes take about {format_size(self._estimated_bytes)}, this machine has "
-                f"{format_size(total_memory_bytes())}: use a type instead, such as --gguf Q4_K_M"
+                f"{what} about {format_size(self._estimated_bytes)}, this machine has "
+                f"{format_size(total_memory_bytes())}: use --gguf Q4_K_M instead"
             )
 
     def _report_time(self, on_event: OnEvent) -> None:
@@ -121,6 +138,7 @@ class MixedGgufJob:
                 f"about {format_elapsed(calibration_s)} for the importance matrix and "
                 f"{format_elapsed(self._estimated_s)} to measure {self._probes.num_groups} groups "
                 f"of tensors on {self._probes.num_probe_tokens:,} tokens"
+                + ("; then GPTQ, layer by layer, for each file" if self._by_gptq else "")
             )
         )
 
@@ -141,11 +159,12 @@ class MixedGgufJob:
                 group.name: losses[group.name].options(group) for group in self.shape.groups
             }
             if self.target.kl is not None:
-                self._write_within(self.target.kl, on_event)
+                written = self._write_within(self.target.kl, on_event)
             else:
                 assert self._budget is not None
                 budget = self._budget - self.shape.other_bytes
-                self._write(fit_bytes(self._options, budget), self.output, on_event)
+                written = self._write(fit_bytes(self._options, budget), on_event)
+            written.replace(self.output)
             job.work_folder.remove()
         return FinishedEvent(str(self.output))
 
@@ -153,24 +172,22 @@ class MixedGgufJob:
         """Emit the loss of the file on the evaluation text beside the prediction."""
         on_event(
             NoteEvent(
-                f"KL divergence: predicted {total_kl(self._mixture):.4f} on the calibration text, "
+                f"KL divergence: predicted {total_kl(self._mixture):.4f} on the calibration text"
+                f"{' before GPTQ' if self._by_gptq else ''}, "
                 f"measured {kl:.4f} on the evaluation text"
             )
         )
 
-    def _write_within(self, max_kl: float, on_event: OnEvent) -> None:
-        """Write and measure files in the work folder until one meets the target of loss, or all are
-        tried, and move the best one to the output."""
+    def _write_within(self, max_kl: float, on_event: OnEvent) -> Path:
+        """Write and measure candidates until one meets the target of loss, or all are tried;
+        returns the best one."""
         folder = self.calibration.work_folder.path
         search = LossSearch(self._options, max_kl, folder / f"measured-{self.target.label}.json")
-        candidate = folder / "candidate.gguf"
         while search.candidate is not None:
-            self._write(search.candidate, candidate, on_event)
-            search.add(self._measure_kl(candidate, on_event))
+            search.add(self._measure_kl(self._write(search.candidate, on_event), on_event))
         best = search.best
         if best.mixture != self._mixture:
-            self._write(best.mixture, candidate, on_event)
-        candidate.replace(self.output)
+            self._write(best.mixture, on_event)
         if best.kl > max_kl:
             on_event(
                 NoteEvent(
@@ -178,9 +195,52 @@ class MixedGgufJob:
                     "give a larger --target-kl, or use --gguf Q8_0"
                 )
             )
+        return self._candidate(best.mixture)
 
-    def _write(self, mixture: Mixture, path: Path, on_event: OnEvent) -> None:
-        """Write a file with these types, and emit a MixtureEvent."""
+    def _candidate(self, mixture: Mixture) -> Path:
+        """The file with these types, whole or absent, until it is the output."""
+        types = sorted((name, option.type_name) for name, option in mixture.items())
+        digest = zlib.crc32(repr(types).encode())
+        return self.calibration.work_folder.path / f"candidate-{digest:08x}.gguf"
+
+    def _write(self, mixture: Mixture, on_event: OnEvent) -> Path:
+        """Write a candidate in place of others, unless it is there, and emit a MixtureEvent."""
+        path = self._candidate(mixture)
+        for other in path.parent.glob("candidate-*"):
+            if not other.name.startswith(path.name):
+                shutil.rmtree(other) if other.is_dir() else other.unlink()
+        if not path.exists():
+            write = self._write_by_gptq if self._by_gptq else self._make_file
+            write(mixture, path, on_event)
+        self._mixture = mixture
+        on_event(self._mixture_event(path.stat().st_size))
+        return path
+
+    def _write_by_gptq(self, mixture: Mixture, path: Path, on_event: OnEvent) -> None:
+        """An interrupted candidate is continued."""
+        job = self.calibration
+        rounding = GgufRounding(
+            self._source.spec,
+            path.stem,
+            unfinished_file(path),
+            lambda to: self._make_file(mixture, to, on_event),
+        )
+        # for the estimates only
+        bits = 4 if 8 * total_bytes(mixture) <= 4.5 * self.shape.num_weights else 8
+        prepared = replace(job.prepared, recipe=replace(job.prepared.recipe, bits=bits))
+        layers = QuantizeJob(job.model, prepared, path, mode="gguf", rounding=rounding)
+
+        def report(event: QuantizeEvent) -> None:
+            if isinstance(event, StoppedEvent):
+                self._stopped = event  # emitted by run()
+            else:
+                on_event(event)
+
+        layers.run(report, resume=True)
+        layers.work_folder.remove()
+
+    def _make_file(self, mixture: Mixture, path: Path, on_event: OnEvent) -> None:
+        """Have llama.cpp write a file with these types. Raises LoadFailed if it is too large."""
         types = {
             tensor: mixture[group.name].type_name
             for group in self.shape.groups
@@ -198,9 +258,8 @@ class MixedGgufJob:
         )
         size, most = path.stat().st_size, self.target.size_bytes
         if most is not None and size > most:
-            raise LoadFailed(f"{path} has {size:,} bytes, more than the {most:,} asked for")
-        self._mixture = mixture
-        on_event(self._mixture_event(size))
+            path.unlink()
+            raise LoadFailed(f"the file has {size:,} bytes, more than the {most:,} asked for")
 
     def _mixture_event(self, size_bytes: int) -> MixtureEvent:
         types: dict[str, list[str]] = {}
@@ -210,6 +269,7 @@ class MixedGgufJob:
             target=str(self.target),
             size_bytes=size_bytes,
             predicted_kl=total_kl(self._mixture),
+            by_gptq=self._by_gptq,
             types=types,
             probes_s=self._probes_s,
             estimated_s=self._estimated_s,
@@ -218,7 +278,8 @@ class MixedGgufJob:
         )
 
     def _stopped_event(self) -> StoppedEvent:
-        return StoppedEvent(self._probes.num_done, self._probes.num_groups, "groups of tensors")
+        groups = self._probes.num_done, self._probes.num_groups
+        return self._stopped or StoppedEvent(*groups, "groups of tensors")
 
 
 def prepare_mixed_job(
@@ -231,11 +292,12 @@ def prepare_mixed_job(
     require_unquantized(folder)
     spec = read_hf_config(folder)
     check_convertible(folder / "config.json", spec)
-    shape = plan_file(folder, spec)
+    by_gptq = request.mode == "gguf"
+    shape = plan_file(folder, spec, GPTQ_LAYER_TYPES if by_gptq else WEIGHED_TYPES)
     prepared = prepare_quantization(folder, request.recipe, request.calibration, device)
     output = request.output or default_output(name, None, request.file_type)
     check_gguf_output(output)
-    calibration = QuantizeJob(name, prepared, output, mode=request.mode)
+    calibration = QuantizeJob(name, prepared, output, mode="observe")
 
     def measure_kl(path: Path, on_event: OnEvent) -> float:
         # not by the evaluation text, which must take no part in a choice

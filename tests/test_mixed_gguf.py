@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -26,16 +27,25 @@ from localgen.backends.formats.hf.config import read_hf_config
 from localgen.cli import errors
 from localgen.cli.main import run_command_line
 from localgen.quant.gguf import convert
-from localgen.quant.gguf.ggml_rounding import UNWEIGHED_TYPES, round_trip
+from localgen.quant.gguf.ggml_rounding import UNWEIGHED_TYPES, WEIGHED_TYPES, round_trip
+from localgen.quant.gguf.gptq_rounding import GgufRounding
 from localgen.quant.gguf.requantize import make_gguf
 from localgen.quant.job import QuantizeJob
 from localgen.quant.mixed import sensitivity
-from localgen.quant.mixed.groups import plan_file
+from localgen.quant.mixed.groups import GPTQ_LAYER_TYPES, plan_file
 from localgen.quant.mixed.sensitivity import SensitivityProbes
 from localgen.quant.mixed_job import MeasureKl, MixedGgufJob
 from localgen.quant.preflight import prepare_quantization
-from localgen.quant.request.events import MixtureEvent, NoteEvent, ProgressEvent, QuantizeEvent
-from localgen.quant.request.recipe import CalibrationConfig
+from localgen.quant.request.events import (
+    MixtureEvent,
+    NoteEvent,
+    OnEvent,
+    ProgressEvent,
+    QuantizeEvent,
+    StoppedEvent,
+)
+from localgen.quant.request.gguf_types import CODE_TYPES
+from localgen.quant.request.recipe import CalibrationConfig, Recipe
 from localgen.quant.request.request import GGUF_CALIBRATION_RECIPE
 from localgen.quant.request.target import GgufTarget
 
@@ -69,10 +79,16 @@ def unmeasured(path: Path, on_event: object) -> float:
 
 
 def mixed_job_of(
-    target: GgufTarget, out: Path, folder: Path = TINY, measure_kl: MeasureKl = unmeasured
+    target: GgufTarget,
+    out: Path,
+    folder: Path = TINY,
+    measure_kl: MeasureKl = unmeasured,
+    *,
+    by_gptq: bool = False,
 ) -> MixedGgufJob:
-    ready = prepare_quantization(folder, GGUF_CALIBRATION_RECIPE, CALIBRATION, "cpu")
-    shape = plan_file(folder, ready.source.spec)
+    recipe = Recipe(method="gptq", group_size=None) if by_gptq else GGUF_CALIBRATION_RECIPE
+    ready = prepare_quantization(folder, recipe, CALIBRATION, "cpu")
+    shape = plan_file(folder, ready.source.spec, GPTQ_LAYER_TYPES if by_gptq else WEIGHED_TYPES)
     calibration = QuantizeJob("tiny", ready, out, mode="observe")
     return MixedGgufJob(target, shape, calibration, measure_kl)
 
@@ -182,12 +198,114 @@ def test_resumed_run_keeps_finished_groups(tmp_path: Path, small_model: Path) ->
     assert not (tmp_path / "again.gguf.partial").exists()
 
 
+def test_gptq_chooses_the_codes_of_the_chosen_types(
+    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside llama.cpp's file of the same types, nothing outside of layers differs."""
+    plain, ours = tmp_path / "plain.gguf", tmp_path / "ours.gguf"
+    publish = GgufRounding.publish
+
+    def keeping(self: GgufRounding, layer_files: Iterable[Path], output: Path) -> None:
+        shutil.copy(self.path, plain)
+        publish(self, layer_files, output)
+
+    monkeypatch.setattr(GgufRounding, "publish", keeping)
+    job = mixed_job_of(GgufTarget(bits_per_weight=5.5), ours, small_model, by_gptq=True)
+    seen: list[QuantizeEvent] = []
+    job.run(seen.append, resume=False)
+    assert not (tmp_path / "ours.gguf.partial").exists()
+    (mixture,) = (one for one in seen if isinstance(one, MixtureEvent))
+    assert mixture.by_gptq
+    assert mixture.size_bytes == plain.stat().st_size == ours.stat().st_size
+    before, after = (gguf.GGUFReader(path).tensors for path in (plain, ours))
+    assert {one.tensor_type.name for one in before} & set(CODE_TYPES)
+    for tensor, changed in zip(before, after, strict=True):
+        assert (tensor.name, tensor.tensor_type) == (changed.name, changed.tensor_type)
+        is_same = np.array_equal(tensor.data, changed.data)
+        in_layer = tensor.name.startswith("blk.") and "norm" not in tensor.name
+        if in_layer and tensor.tensor_type.name in CODE_TYPES:
+            assert not is_same, tensor.name
+        elif not in_layer:  # Q8_0 in a layer has weights that correct its inputs
+            assert is_same, tensor.name
+
+
+@pytest.mark.parametrize("target", [GgufTarget(bits_per_weight=5.5), GgufTarget(kl=TARGET_KL)])
+def test_run_that_was_stopped_in_gptq_goes_on(
+    target: GgufTarget, tmp_path: Path, small_model: Path
+) -> None:
+    whole, again = tmp_path / "whole.gguf", tmp_path / "again.gguf"
+
+    def run(out: Path, on_event: OnEvent, *, resume: bool = False) -> None:
+        job = mixed_job_of(target, out, small_model, lambda *_: 0.95 * TARGET_KL, by_gptq=True)
+        job.run(on_event, resume=resume)
+
+    run(whole, lambda event: None)
+
+    def interrupt(event: QuantizeEvent) -> None:
+        seen.append(event)
+        if isinstance(event, ProgressEvent) and (event.step, event.done) == ("quantizing", 1):
+            raise KeyboardInterrupt
+
+    seen: list[QuantizeEvent] = []
+    with pytest.raises(KeyboardInterrupt):
+        run(again, interrupt)
+    assert not again.exists()
+    stopped = [one for one in seen if isinstance(one, StoppedEvent)]
+    assert [(one.done, one.unit) for one in stopped] == [(1, "layers")]
+    with pytest.raises(InvalidRequest, match="another recipe"):
+        mixed_job_of(target, again, small_model).run(interrupt, resume=True)
+    seen.clear()
+    run(again, seen.append, resume=True)
+    steps = [one for one in seen if isinstance(one, ProgressEvent) and one.step == "quantizing"]
+    assert steps[0].done == 1
+    assert again.read_bytes() == whole.read_bytes()
+    assert not (tmp_path / "again.gguf.partial").exists()
+
+
+def test_another_target_takes_nothing_of_a_candidate(tmp_path: Path, small_model: Path) -> None:
+    """The first run is stopped in GPTQ, and the second one has other types."""
+    whole, again = tmp_path / "whole.gguf", tmp_path / "again.gguf"
+
+    def run(bits: float, out: Path, on_event: OnEvent = lambda event: None) -> None:
+        target = GgufTarget(bits_per_weight=bits)
+        mixed_job_of(target, out, small_model, by_gptq=True).run(on_event, resume=True)
+
+    def interrupt(event: QuantizeEvent) -> None:
+        if isinstance(event, ProgressEvent) and (event.step, event.done) == ("quantizing", 1):
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        run(5.2, again, interrupt)
+    run(6, again)
+    run(6, whole)
+    assert again.read_bytes() == whole.read_bytes()
+
+
+def test_file_that_is_being_measured_is_not_made_again(tmp_path: Path, small_model: Path) -> None:
+    def job(measure_kl: MeasureKl) -> MixedGgufJob:
+        target = GgufTarget(kl=TARGET_KL)
+        return mixed_job_of(target, tmp_path / "m.gguf", small_model, measure_kl, by_gptq=True)
+
+    def interrupted(*_: object) -> float:
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        job(interrupted).run(lambda event: None, resume=False)
+    seen: list[QuantizeEvent] = []
+    job(lambda *_: 0.95 * TARGET_KL).run(seen.append, resume=True)
+    assert not [one for one in seen if isinstance(one, ProgressEvent) and one.step == "quantizing"]
+    assert len(predicted(seen)) == 1
+    assert (tmp_path / "m.gguf").is_file()
+
+
+@pytest.mark.parametrize("by_gptq", [False, True])
 @pytest.mark.parametrize(
     ("name", "role"), [("qwen3 moe", "ffn_up"), ("phi3", "attn_qkv"), ("llama", "output")]
 )
 def test_experts_fused_tensors_and_outputs(
     name: str,
     role: str,
+    by_gptq: bool,
     tmp_path: Path,
     open_model: Callable[..., LlamaFile],
     monkeypatch: pytest.MonkeyPatch,
@@ -197,7 +315,8 @@ def test_experts_fused_tensors_and_outputs(
     family, changes = MODELS[name]
     sizes = {"intermediate_size": 64, "moe_intermediate_size": 64}
     monkeypatch.setitem(MODELS, name, (family, changes | sizes))
-    job = mixed_job_of(GgufTarget(bits_per_weight=6), out, model_folder(name, folder))
+    target, model = GgufTarget(bits_per_weight=6), model_folder(name, folder)
+    job = mixed_job_of(target, out, model, by_gptq=by_gptq)
     seen: list[QuantizeEvent] = []
     job.run(seen.append, resume=False)
     (mixture,) = (one for one in seen if isinstance(one, MixtureEvent))
@@ -205,8 +324,8 @@ def test_experts_fused_tensors_and_outputs(
     tensors = gguf.GGUFReader(out).tensors
     bits = 8 * sum(int(one.n_bytes) for one in tensors) / sum(one.n_elements for one in tensors)
     assert 5.5 < bits <= 6.01
-    model = open_model(out)
-    assert len(model.greedy_tokens(model.tokenize("a"), 4)) == 4
+    opened = open_model(out)
+    assert len(opened.greedy_tokens(opened.tokenize("a"), 4)) == 4
 
 
 def test_rows_that_no_type_divides_are_named(
@@ -237,6 +356,22 @@ def test_targets_of_size_and_bits(
     assert row[0] == "tiny-auto-3bpw.gguf"
     assert 2.97 < float(row[3]) <= 3.0
     assert "types by layer" in err
+
+
+def test_gptq_with_a_target(
+    tmp_path: Path, open_model: Callable[..., LlamaFile], capsys: pytest.CaptureFixture[str]
+) -> None:
+    bits = ("--target-bpw", "3.2", "--out", "a.gguf", *QUICK)
+    assert run_command_line(["quantize", "tiny", "--gguf", "auto", "--gptq", *bits]) == 0
+    err = capsys.readouterr().err
+    assert "types chosen by loss for 3.2 bits per weight, codes by gptq" in err
+    assert "; then GPTQ, layer by layer, for each file" in err
+    assert " before GPTQ; types by layer:" in err
+    assert " on the calibration text before GPTQ, measured " in err
+    written = gguf.GGUFReader(tmp_path / "a.gguf").tensors
+    layers = [one for one in written if one.name.startswith("blk.") and "norm" not in one.name]
+    assert {one.tensor_type.name for one in layers} <= set(GPTQ_LAYER_TYPES)
+    assert open_model(tmp_path / "a.gguf").greedy("Once upon a time")
 
 
 def test_loss_that_misses_is_corrected(tmp_path: Path, small_model: Path) -> None:
@@ -327,7 +462,14 @@ def predicted(seen: list[QuantizeEvent]) -> list[float]:
             "--target-bpw nan: give a finite number above 0",
         ),
         (["--gguf", "auto", "--target-kl", "0"], "--target-kl 0: give a finite number above 0"),
-        (["--gguf", "auto", "--awq"], "--awq and --gguf auto exclude each other"),
+        (
+            ["--gguf", "auto", "--awq"],
+            "--awq and --gguf auto exclude each other; --gptq goes with it",
+        ),
+        (
+            ["--gguf", "auto", "--gptq", "--target-bpw", "2"],
+            "have 2.65 to 8.51 bits per weight, not 2\n",
+        ),
         (["--gguf", "auto", "--target-kl", "0.1", "--no-eval"], "leave out --no-eval"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from localgen.quant.request.events import (
     combine_estimates,
 )
 from localgen.quant.request.form import (
+    GGUF_CALIBRATIONS,
     QuantizeForm,
     invalid_value_reason,
     method_option,
@@ -197,7 +199,12 @@ def test_targets_are_chosen_in_one_text(text: str, target: GgufTarget) -> None:
     assert form.to_request().target == target
     assert form.output_path == Path(f"tiny-auto-{target.label}.gguf")
     assert (form.effective_calibration, form.is_resumable) == ("importance", True)
-    assert "auto always" in unavailable_reason(form, "gguf_calibration")
+    assert form.to_request().mode == "observe"
+    by_gptq = replace(form, gguf_calibration="gptq")
+    assert (by_gptq.to_request().target, by_gptq.to_request().mode) == (target, "gguf")
+    assert not unavailable_reason(form, "gguf_calibration")
+    reasons = [invalid_value_reason(form, "gguf_calibration", one) for one in GGUF_CALIBRATIONS]
+    assert list(map(bool, reasons)) == [True, False, True, False]
     assert QuantizeForm(gguf=text).to_request().target is None
 
 

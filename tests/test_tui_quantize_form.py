@@ -151,7 +151,10 @@ def test_gguf_types_by_measured_loss_have_a_target(tmp_path: Path) -> None:
         await wait_until_estimated(tui, pilot, 3)
         asked = tui.asked_looks[-1]
         assert asked.target == GgufTarget(bits_per_weight=4)
-        assert "auto always makes an importance matrix" in tui.screen_text()
+        refused = tui.screen.query_one("#control-gguf_calibration", RadioChoices)
+        assert "auto 4 bits requires an importance matrix" in refused.disabled_reason_text
+        await pilot.press("down", "right")
+        assert tui.screen._form_panel.form.to_request().mode == "gguf"
 
     play(Quantizing(tmp_path), scene)
 

@@ -11,10 +11,8 @@ import pytest
 from localgen import quant
 from localgen.tui.quantize.run import replace_cli_options
 
-# these parse options or draw tables, or are of --gguf auto, which the screen does not offer: its
-# process shows none of their messages
-SILENT = {"advice", "compare", "form", "originals", "process", "report", "request", "run"}
-SILENT |= {"groups", "mixed_job", "target"}
+# these parse options or draw tables: the screen shows none of their messages
+SILENT = {"advice", "compare", "form", "originals", "process", "report", "request", "run", "target"}
 SPEAKING = [
     path
     for folder in quant.__path__

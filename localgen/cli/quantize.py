@@ -66,7 +66,7 @@ GgufTypeOption = Annotated[
         "--gguf",
         metavar="TYPE",
         help="GGUF file of this type, e.g. Q4_K_M; can be combined with --awq or --gptq. "
-        "auto: a type for each tensor, by measured loss.",
+        "auto: a type for each tensor, by measured loss; can be combined with --gptq.",
         rich_help_panel=_METHOD_PANEL,
     ),
 ]

@@ -267,7 +267,7 @@ def _print_result(result: FinishedEvent) -> None:
 def _print_mixture(mixture: MixtureEvent) -> None:
     tables.print_notice(
         f"{format_size(mixture.size_bytes)} for {mixture.target}, predicted KL divergence "
-        f"{mixture.predicted_kl:.4f}; types by layer:"
+        f"{mixture.predicted_kl:.4f}{' before GPTQ' if mixture.by_gptq else ''}; types by layer:"
     )
     width = max(map(len, mixture.types))
     for role, types in mixture.types.items():

@@ -74,6 +74,11 @@ class WorkFolder:
             )
 
     @property
+    def num_bytes(self) -> int:
+        """Size of all files in it; 0 if there is none."""
+        return sum(path.stat().st_size for path in self.path.rglob("*") if path.is_file())
+
+    @property
     def num_done_layers(self) -> int:
         """Number of finished layers, counted from the first."""
         layers = self._num_files - 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,11 +23,14 @@ from localgen.quant.gguf.ggml_rounding import (
 )
 from localgen.quant.gguf.names import GgufNameMap
 from localgen.quant.gguf.tensors import plan_gguf_tensors
+from localgen.quant.request.gguf_types import CODE_TYPES
 
 EMBEDDING, OUTPUT = "token_embd", "output"
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)")
 _SAME_ROLE = {"ffn_gate": "ffn_up"}
 _16_BITS = gguf.GGMLQuantizationType.F16
+# types whose codes GPTQ chooses, and Q8_0, which loses too little for a choice to matter
+GPTQ_LAYER_TYPES = tuple(name for name in WEIGHED_TYPES if name in (*CODE_TYPES, "Q8_0"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +69,10 @@ class FileShape:
     num_weights: int
 
 
-def plan_file(folder: Path, spec: ModelSpec) -> FileShape:
-    """Groups of a model folder's tensors.
+def plan_file(
+    folder: Path, spec: ModelSpec, layer_types: Sequence[str] = WEIGHED_TYPES
+) -> FileShape:
+    """Groups of a model folder's tensors. layer_types: that groups of layers may have.
 
     Raises as plan_gguf_tensors, and InvalidRequest for rows that no type divides.
     """
@@ -87,7 +92,10 @@ def plan_file(folder: Path, spec: ModelSpec) -> FileShape:
             role,
             tuple(one for name, _, _ in sizes for one in linears.get(name, ())),
             tuple(sizes),
-            _fitting_types((columns for _, _, columns in sizes), weighed=layer is not None),
+            _fitting_types(
+                (columns for _, _, columns in sizes),
+                UNWEIGHED_TYPES if layer is None else layer_types,
+            ),
         )
         for (layer, role), sizes in members.items()
     ]
@@ -123,9 +131,8 @@ def _linears_by_tensor(spec: ModelSpec) -> dict[str, list[str]]:
     return found
 
 
-def _fitting_types(columns: Iterable[int], *, weighed: bool) -> tuple[str, ...]:
+def _fitting_types(columns: Iterable[int], types: Sequence[str]) -> tuple[str, ...]:
     lengths = set(columns)
-    types = WEIGHED_TYPES if weighed else UNWEIGHED_TYPES
     return tuple(name for name in types if all(fits_rows(name, length) for length in lengths))
 
 

@@ -163,14 +163,16 @@ class MixtureEvent:
     """Types of the tensors of a GGUF file that were chosen by loss.
 
     target: in words. predicted_kl: KL divergence from the original on the calibration text, in
-    nats. types: by role, of all layers in order, or one outside of layers. probes_s: seconds that
-    the measurement of the groups took in this process; estimated_s: of all groups, said before.
-    peak_bytes, estimated_bytes: as in FinishedEvent.
+    nats. by_gptq: GPTQ has chosen the codes since that prediction. types: by role, of all layers in
+    order, or one outside of layers. probes_s: seconds that the measurement of the groups took in
+    this process; estimated_s: of all groups, said before. peak_bytes, estimated_bytes: as in
+    FinishedEvent.
     """
 
     target: str
     size_bytes: int
     predicted_kl: float
+    by_gptq: bool
     types: dict[str, list[str]]
     probes_s: float
     estimated_s: float

@@ -96,9 +96,9 @@ class QuantizeForm:
         """Calibration of the GGUF file; types that need an importance matrix always get one."""
         if not self.is_gguf or self.gguf in DIRECT_TYPES:
             return "nothing"
-        if self.is_auto:
-            return "importance"
         chosen = self.gguf_calibration
+        if self.is_auto:
+            return "gptq" if chosen == "gptq" else "importance"
         cannot = chosen == "gptq" and self.gguf not in GPTQ_TYPES
         return "importance" if cannot or (chosen == "nothing" and self.needs_imatrix) else chosen
 
@@ -125,8 +125,6 @@ def unavailable_reason(form: QuantizeForm, field: str) -> str:
     match field:
         case "gguf" | "gguf_calibration" if not form.is_gguf:
             return "for GGUF files"
-        case "gguf_calibration" if form.is_auto:
-            return "auto always makes an importance matrix"
         case "gguf_calibration" if form.gguf in DIRECT_TYPES:
             return f"{form.gguf} needs no calibration"
         case "bits" | "group_size" if form.is_gguf:
@@ -144,6 +142,8 @@ def invalid_value_reason(form: QuantizeForm, field: str, value: object) -> str:
     """Short reason why a field that applies cannot have this value; empty if it can."""
     if field == "gguf_calibration" and value == "nothing" and form.needs_imatrix:
         return f"{form.gguf} requires an importance matrix"
+    if field == "gguf_calibration" and form.is_auto:
+        return "auto cannot be combined with AWQ" if value == "scales" else ""
     if field == "gguf_calibration" and value == "gptq" and form.gguf not in GPTQ_TYPES:
         return f"GPTQ cannot choose the codes of {form.gguf}"
     if field == "bits" and not form.is_gguf:

@@ -86,12 +86,12 @@ class QuantizeRequest:
             )
         if self.target is not None:
             _check_target(methods, self.target, is_measured=self.eval_set is not None)
-            return replace(self, recipe=GGUF_CALIBRATION_RECIPE, mode="observe")
         if self.gguf is not None and list(methods) == ["gptq"]:
             by_type = Recipe(method="gptq", group_size=None, desc_act=act_order is not False)
             return replace(self, recipe=by_type, mode="gguf")
         if self.gguf is not None:
-            recipe = GGUF_CALIBRATION_RECIPE if methods or calibrate else None
+            is_calibrated = methods or calibrate or self.target is not None
+            recipe = GGUF_CALIBRATION_RECIPE if is_calibrated else None
             return replace(self, recipe=recipe, mode="fold" if methods else "observe")
         bits = default_bits(methods[0]) if bits is None else bits
         if rounding_steps is None:
@@ -136,8 +136,10 @@ def _check_options(
 def _check_target(
     methods: Sequence[QuantizeMethod], target: GgufTarget, *, is_measured: bool
 ) -> None:
-    if methods:
-        raise InvalidRequest(f"--{methods[0]} and --gguf {AUTO} exclude each other")
+    if list(methods) not in ([], ["gptq"]):
+        raise InvalidRequest(
+            f"--{methods[0]} and --gguf {AUTO} exclude each other; --gptq goes with it"
+        )
     if target.kl is not None and not is_measured:
         raise InvalidRequest(
             "--target-kl is checked by the evaluation: leave out --no-eval", param="target-kl"

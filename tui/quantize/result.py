@@ -65,12 +65,10 @@ def _failure_lines(run: QuantizeRun) -> Iterable[Content]:
         return
     stopped = run.stopped
     yield Content(
-        "Nothing was kept." if stopped is None else _layers_done_line(stopped.done, stopped.total)
+        "Nothing was kept."
+        if stopped is None
+        else f"{stopped.done} of {stopped.total} {stopped.unit} are done and can be resumed."
     )
-
-
-def _layers_done_line(done: int, total: int) -> str:
-    return f"{done} of {total} layers are done and can be resumed."
 
 
 def eval_table_lines(rows: Sequence[EvalRow]) -> Iterable[Content]:
