@@ -58,6 +58,11 @@ class Answer:
         return [int(number) for number in "".join(self.text).split()]
 
     @property
+    def num_tokens(self) -> int:
+        """Number of tokens received so far."""
+        return self.arrivals[-1][1] if self.arrivals else 0
+
+    @property
     def first_s(self) -> float:
         return self.arrivals[0][0]
 
