@@ -169,7 +169,7 @@ class MixedGgufJob:
         return FinishedEvent(str(self.output))
 
     def report_measured(self, kl: float, on_event: OnEvent) -> None:
-        """Emit the loss of the file on the evaluation text beside the prediction."""
+        """Emit a note with the predicted and the measured KL divergence of the file, in nats."""
         on_event(
             NoteEvent(
                 f"KL divergence: predicted {total_kl(self._mixture):.4f} on the calibration text"
@@ -217,7 +217,7 @@ class MixedGgufJob:
         return path
 
     def _write_by_gptq(self, mixture: Mixture, path: Path, on_event: OnEvent) -> None:
-        """An interrupted candidate is continued."""
+        """Write a candidate whose codes GPTQ chooses; an interrupted one is continued."""
         job = self.calibration
         rounding = GgufRounding(
             self._source.spec,

@@ -15,7 +15,7 @@ LOAD_BESIDE_OTHERS_S = 0.02
 # a cancellation of a prompt that is alone waits for this time
 LOAD_ALONE_S = 0.25
 # of the time of an engine that is not idle; where the writer cannot wait for an idle one either, it
-# takes 1.3 times that on a core, so that both are less than 2 %
+# takes 1.3 times that on a core, so that both take about 2 % at most
 MAX_SAVING_SHARE = 0.0075
 
 
