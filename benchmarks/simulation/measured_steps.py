@@ -20,6 +20,8 @@ from localgen.config import ServerSettings
 SYSTEM_TOKENS, QUESTION_TOKENS = 1500, 80
 # the long ones fill the cache, whose tokens cost time in all steps that follow
 _PROMPT_TOKENS = (1500, 120, 1500, 400, 1500, 800, 1500, 1500)
+# questions behind each of two of them: most requests of the load are such hits
+_HITS = 3
 _BATCHES = (1, 2, 4)
 _SHORT_TOKENS, _DECODE_TOKENS = 40, 512
 
@@ -144,7 +146,7 @@ class MeasuredReplica:
         self.empty()
         texts = [words.make(tokens) for tokens in _PROMPT_TOKENS]
         steps += [self._prompt(text) for text in texts]
-        steps += [self._prompt(text) for text in _continued(texts[-2:], words)]
+        steps += [self._prompt(text) for text in _continued(_HITS * texts[-2:], words)]
         return [*steps, self._answers(_continued(texts[-2:], words))]
 
     def _prompt(self, text: str) -> Steps:
