@@ -119,7 +119,7 @@ def _peak_layer_bytes(prepared: PreparedQuantization, batch_windows: int, mode: 
         return rounding
     forward = _forward_bytes(prepared, batch_windows)
     learning = 0
-    if recipe.rounding_steps:
+    if recipe.rounding_steps and mode in ("round", "gguf"):
         # each weight as given, its offset, rounded and its gradient; one linear's graph; the
         # activations of the layer and their gradients
         learning = layer + 16 * sum(sizes.values()) + 4 * _GRAPH_COPIES * at_once + 2 * forward

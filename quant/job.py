@@ -96,12 +96,14 @@ class QuantizeJob:
 
     def report_estimate(self, on_event: OnEvent) -> None:
         """Emit an EstimateEvent. Raises OutOfMemory if the machine has less memory."""
-        estimate = self.estimate
+        estimate, recipe = self.estimate, self.prepared.recipe
+        description = _MODE_DESCRIPTIONS.get(self.mode) or describe_recipe(recipe)
+        if self.mode == "gguf" and recipe.rounding_steps:
+            description += f", rounding learned in {recipe.rounding_steps} steps"
         on_event(
             EstimateEvent(
                 model=self.model,
-                description=_MODE_DESCRIPTIONS.get(self.mode)
-                or describe_recipe(self.prepared.recipe),
+                description=description,
                 output=str(self.work_folder.out),
                 source_bytes=self.prepared.source.size_bytes,
                 output_bytes=estimate.output_bytes if self.mode == "round" else None,

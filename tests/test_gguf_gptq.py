@@ -77,7 +77,9 @@ def test_weights_come_back_from_the_rows_of_a_file(name: str, tmp_path: Path) ->
         assert moved is not np.array_equal(rows, weight)
 
 
-def request_for(file_type: str, output: Path, *, resume: bool = False) -> QuantizeRequest:
+def request_for(
+    file_type: str, output: Path, *, steps: int = 0, resume: bool = False
+) -> QuantizeRequest:
     request = QuantizeRequest(
         model=None,
         gguf=file_type,
@@ -86,7 +88,7 @@ def request_for(file_type: str, output: Path, *, resume: bool = False) -> Quanti
         resume=resume,
         eval_set=None,
     )
-    return request.with_method(["gptq"], calibrate=False)
+    return request.with_method(["gptq"], rounding_steps=steps, calibrate=False)
 
 
 def make(
@@ -94,10 +96,11 @@ def make(
     file_type: str,
     output: Path,
     *,
+    steps: int = 0,
     resume: bool = False,
     on_event: OnEvent = lambda _: None,
 ) -> Path:
-    request = request_for(file_type, output, resume=resume)
+    request = request_for(file_type, output, steps=steps, resume=resume)
     job = prepare_gguf_job(request, "model", folder, "cpu", on_event)
     assert Path(job.run(on_event, resume=resume).path) == output
     assert list(output.parent.glob(f"*{output.name}.*")) == [], "work folders"
@@ -158,8 +161,10 @@ def test_outputs_are_closer_than_those_of_llama_cpps_rounding(
         assert errors[0] < 0.7 * errors[1], (linear, errors)
 
 
-def test_an_interrupted_run_goes_on_and_gives_the_same_file(tmp_path: Path) -> None:
-    whole, again = make(TINY, "Q4_0", tmp_path / "whole.gguf"), tmp_path / "again.gguf"
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_interrupted_run_goes_on_and_gives_the_same_file(steps: int, tmp_path: Path) -> None:
+    whole = make(TINY, "Q4_0", tmp_path / "whole.gguf", steps=steps)
+    again = tmp_path / "again.gguf"
     layers: list[int] = []
 
     def interrupt(event: QuantizeEvent) -> None:
@@ -169,18 +174,20 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_file(tmp_path: Path) -> N
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        make(TINY, "Q4_0", again, on_event=interrupt)
+        make(TINY, "Q4_0", again, steps=steps, on_event=interrupt)
     with pytest.raises(InvalidRequest, match="another gguf"):
-        make(TINY, "Q4_1", again, resume=True)
+        make(TINY, "Q4_1", again, steps=steps, resume=True)
     with pytest.raises(InvalidRequest, match="--resume continues it"):
-        make(TINY, "Q4_0", again)
+        make(TINY, "Q4_0", again, steps=steps)
+    with pytest.raises(InvalidRequest, match="another"):
+        make(TINY, "Q4_0", again, steps=steps + 1, resume=True)
     layers.clear()
 
     def note(event: QuantizeEvent) -> None:
         if isinstance(event, ProgressEvent) and event.unit == "layers":
             layers.append(event.done)
 
-    make(TINY, "Q4_0", again, resume=True, on_event=note)
+    make(TINY, "Q4_0", again, steps=steps, resume=True, on_event=note)
     assert layers[0] == 2
     assert again.read_bytes() == whole.read_bytes()
 

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+import numpy as np
 import torch
 from cuda_models import QUANTIZABLE, make
 from safetensors.torch import load_file
@@ -17,10 +18,13 @@ from torch import Tensor
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.tensor_names import LayerTensors
 from localgen.quant.calibrate.layer_forward import CalibrationLayer, LayerForward
-from localgen.quant.files.packing import GroupedWeight
+from localgen.quant.files.packing import GgufWeight, GroupedWeight, QuantizedWeight
+from localgen.quant.gguf.code_bits import group_grids
+from localgen.quant.gguf.coded_weight import CodedWeight
+from localgen.quant.gguf.ggml_rounding import fits_rows
 from localgen.quant.methods.grid import full_range_grid, split_groups
-from localgen.quant.methods.layer import QuantizedLayer, quantize_layer
-from localgen.quant.methods.learned_rounding import RoundingStart, learn_rounding
+from localgen.quant.methods.layer import QuantizedLayer, gptq_targets, quantize_layer
+from localgen.quant.methods.learned_rounding import LearnedGroups, learn_rounding
 from localgen.quant.request.recipe import CalibrationConfig, QuantizeMethod, Recipe
 from localgen.quant.request.request import QuantizeRequest
 
@@ -77,6 +81,41 @@ def test_learned_rounding_is_closer_to_the_original(
         assert torch.equal(weight.dequantize(), again.weights[linear].dequantize())
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+def test_codes_of_a_gguf_type_are_learned(name: str, tmp_path: Path) -> None:
+    """Rows of q and k are in another order in a file, and gemma2's q has a factor."""
+    layer, target = layer_of(name, tmp_path)
+    coded = {
+        one.linear: CodedWeight(
+            layer.spec,
+            one.linear.rpartition(".")[2],
+            "Q4_0",
+            one.target,
+            mean_squares=None,
+            factor=one.factor,
+        )
+        for one in gptq_targets(layer, Recipe(method="gptq", group_size=None))
+        if fits_rows("Q4_0", one.target.shape[1])
+    }
+    start = {linear: one.round() for linear, one in coded.items()}
+    found = learn_rounding(layer, coded, steps=24)
+    first, last = (
+        loss(layer, target, QuantizedLayer(layer.tensors, dict(weights)))
+        for weights in (start, found)
+    )
+    assert last < 0.99 * first
+    for linear, weight in found.items():
+        assert isinstance(weight, GgufWeight)
+        for before, after in zip(
+            group_grids(start[linear].packed.numpy(), "Q4_0"),
+            group_grids(weight.packed.numpy(), "Q4_0"),
+            strict=True,
+        ):
+            assert np.array_equal(before, after)
+        # ggml multiplies in another order
+        assert torch.allclose(coded[linear].values(), weight.dequantize(), atol=1e-6)
+
+
 def test_weights_that_lose_nothing_stay(tmp_path: Path) -> None:
     layer, _ = layer_of("llama", tmp_path)
     name = "mlp.up_proj"
@@ -87,7 +126,7 @@ def test_weights_that_lose_nothing_stay(tmp_path: Path) -> None:
     given = CalibrationLayer(
         INDEX, tensors, layer.inputs, layer.forward, layer.inputs, lambda: targets
     )
-    found = learn_rounding(given, {name: RoundingStart(exact, grid)}, steps=8)
+    found = learn_rounding(given, {name: LearnedGroups(exact, grid)}, steps=8)
     assert torch.equal(found[name].dequantize(), exact)
 
 
@@ -102,14 +141,14 @@ def test_smaller_steps_come_closer(tmp_path: Path) -> None:
         INDEX, layer.tensors, layer.inputs, layer.forward, layer.inputs, lambda: target
     )
 
-    def error(found: GroupedWeight) -> float:
+    def error(found: QuantizedWeight) -> float:
         tensors = layer.tensors | {f"{name}.weight": found.dequantize()}
         outputs = [layer.forward.run(INDEX, tensors, hidden) for hidden in layer.inputs()]
         return float((torch.cat(outputs) - torch.cat(target)).square().mean())
 
     nearest = grid.round(split_groups(weight, GROUP))
     few, many = (
-        error(learn_rounding(given, {name: RoundingStart(weight, grid)}, steps)[name])
+        error(learn_rounding(given, {name: LearnedGroups(weight, grid)}, steps)[name])
         for steps in (4, 64)
     )
     assert many < few <= error(nearest)

@@ -112,7 +112,7 @@ def test_gguf_file_is_made_and_evaluated(
         (
             ["tiny", "--awq", "--gguf", "Q4_K_M", "--rounding-steps", "9"],
             INVALID,
-            "--rounding-steps goes with --awq and --gptq, without --gguf",
+            "--rounding-steps goes with --gguf only if --gptq is given too",
         ),
         (["tiny", "--rtn", "--samples", "3"], INVALID, "--samples is for calibration"),
         (["tiny", "--gguf", "Q8_0", "--seed", "3"], INVALID, "--seed is for calibration"),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_spec import ModelSpec
@@ -17,29 +17,21 @@ from localgen.backends.formats.gguf.reader import GgufReader, GgufTensor
 from localgen.quant.calibrate.importance import InputImportance
 from localgen.quant.calibrate.layer_forward import CalibrationLayer
 from localgen.quant.files.layerwise_checkpoint import read_tensor_at, stored_tensors
-from localgen.quant.files.packing import GGUF_ROWS, GgufWeight
-from localgen.quant.gguf.code_bits import (
-    Bytes,
-    group_grids,
-    num_bits,
-    with_codes,
-)
+from localgen.quant.files.packing import GGUF_ROWS, GgufWeight, QuantizedWeight
+from localgen.quant.gguf.code_bits import Bytes
+from localgen.quant.gguf.coded_weight import CodedWeight, to_array
 from localgen.quant.gguf.ggml_rounding import UNWEIGHED_TYPES, Array, pack, unpack
 from localgen.quant.gguf.names import GgufNameMap
 from localgen.quant.gguf.tensors import from_gguf_rows, to_gguf_rows
-from localgen.quant.methods.gptq import HessianFactor, compensate_errors
-from localgen.quant.methods.grid import QuantGrid, split_groups
 from localgen.quant.methods.layer import (
     GptqTarget,
     QuantizedLayer,
     gptq_targets,
     unquantized_tensors,
 )
+from localgen.quant.methods.learned_rounding import learn_rounding
 from localgen.quant.request.gguf_types import CODE_TYPES
 from localgen.quant.request.recipe import Recipe
-
-# in place of the step of a group whose values are all the same: each rounds to code 0
-_NO_STEP = 1e30
 
 
 class GgufRounding:
@@ -62,11 +54,23 @@ class GgufRounding:
 
     def round_layer(self, layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
         """Round all linears, after `prepare`. Raises as gptq_targets."""
-        weights = {
-            one.linear: self._round(layer.full_name(one.linear), one)
-            for one in gptq_targets(layer, recipe)
-        }
-        return QuantizedLayer(unquantized_tensors(layer.tensors, weights), dict(weights))
+        weights: dict[str, QuantizedWeight] = {}
+        coded: dict[str, CodedWeight] = {}
+        for one in gptq_targets(layer, recipe):
+            name = layer.full_name(one.linear)
+            if self._kind(name) not in CODE_TYPES:
+                weights[one.linear] = self._round_without_codes(name, one)
+                continue
+            weight = self._coded(name, one)
+            if recipe.rounding_steps:
+                coded[one.linear] = weight
+            else:
+                weights[one.linear] = weight.round()
+        if coded:
+            rounded = {f"{linear}.weight": one.dequantize() for linear, one in weights.items()}
+            others = replace(layer, tensors=layer.tensors | rounded)
+            weights |= learn_rounding(others, coded, recipe.rounding_steps)
+        return QuantizedLayer(unquantized_tensors(layer.tensors, weights), weights)
 
     def publish(self, layer_files: Iterable[Path], output: Path) -> None:
         """Put rounded layers into the file, from files of their packed rows, and move it.
@@ -103,44 +107,32 @@ class GgufRounding:
         place = self._names.gguf_name(linear)
         return self._tensors[f"{place.name}.weight"], place.expert
 
-    def _round(self, name: str, one: GptqTarget) -> GgufWeight:
-        kind, linear = self._tensor(name)[0].type_name, name.rpartition(".")[2]
-        rows = to_gguf_rows(self._spec, linear, _numpy(one.target))
-        if kind in CODE_TYPES:
-            packed = _pack_by_gptq(rows, kind, one.importance, one.factor)
-        elif kind in UNWEIGHED_TYPES:
+    def _kind(self, name: str) -> str:
+        return self._tensor(name)[0].type_name
+
+    def _coded(self, name: str, one: GptqTarget) -> CodedWeight:
+        return CodedWeight(
+            self._spec,
+            name.rpartition(".")[2],
+            self._kind(name),
+            one.target,
+            mean_squares=_mean_squares(one.importance),
+            factor=one.factor,
+        )
+
+    def _round_without_codes(self, name: str, one: GptqTarget) -> GgufWeight:
+        kind, linear = self._kind(name), name.rpartition(".")[2]
+        if kind in UNWEIGHED_TYPES:
+            rows = to_gguf_rows(self._spec, linear, to_array(one.target))
             packed = pack(rows, kind, _mean_squares(one.importance))
         else:
             packed = np.array(self._place(name)[0])
         values = from_gguf_rows(self._spec, linear, unpack(packed, kind))
-        device = one.target.device
-        return GgufWeight(torch.from_numpy(packed), torch.from_numpy(values).to(device))
-
-
-def _pack_by_gptq(
-    rows: Array, kind: str, importance: InputImportance, factor: HessianFactor
-) -> Bytes:
-    """Rows [out, in] in a type: ggml's scales for them, and GPTQ's codes."""
-    packed = pack(rows, kind, _mean_squares(importance))
-    base, step = (torch.from_numpy(each) for each in group_grids(packed, kind))
-    device = factor.inverse_upper.device
-    weight = torch.from_numpy(rows).to(device)
-    size = weight.shape[1] // base.shape[1]
-    # without the values of code 0, so that all grids begin at 0
-    shifted = split_groups(weight, size) - base[..., None].to(device)
-    scales = torch.where(step == 0, _NO_STEP, step)[..., None].to(device)
-    grid = QuantGrid(scales, torch.zeros_like(scales), num_bits(kind))
-    compensated = compensate_errors(shifted.flatten(1), grid, factor)
-    codes = grid.quantize(split_groups(compensated, size)).flatten(1).to(torch.uint8)
-    return with_codes(packed, codes.cpu().numpy(), kind)
+        return GgufWeight(torch.from_numpy(packed), torch.from_numpy(values).to(one.target.device))
 
 
 def _mean_squares(importance: InputImportance) -> Array | None:
     """None for an expert without tokens."""
     if not importance.num_tokens:
         return None
-    return _numpy(importance.sum_squares / importance.num_tokens)
-
-
-def _numpy(tensor: Tensor) -> Array:
-    return np.ascontiguousarray(tensor.float().cpu().numpy())
+    return to_array(importance.sum_squares / importance.num_tokens)

@@ -26,7 +26,7 @@ from localgen.quant.methods.gptq import (
     round_gptq,
 )
 from localgen.quant.methods.grid import round_to_nearest, split_groups
-from localgen.quant.methods.learned_rounding import RoundingStart, learn_rounding
+from localgen.quant.methods.learned_rounding import LearnedGroups, learn_rounding
 from localgen.quant.methods.w8a8 import round_to_fp8, round_to_int8, smoothquant_scales
 from localgen.quant.request.recipe import Recipe
 
@@ -176,36 +176,36 @@ def gptq_targets(layer: CalibrationLayer, recipe: Recipe) -> Iterator[GptqTarget
 
 def _quantize_gptq(layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
     weights: dict[str, QuantizedWeight] = {}
-    starts: dict[str, RoundingStart] = {}
+    learned: dict[str, LearnedGroups] = {}
     importance: dict[str, InputImportance] = {}
     for one in gptq_targets(layer, recipe):
         grid = gptq_grid(layer.weight(one.linear), recipe)
         if recipe.rounding_steps:
             compensated = compensate_errors(one.target, grid, one.factor)
-            starts[one.linear] = RoundingStart(compensated, grid)
+            learned[one.linear] = LearnedGroups(compensated, grid)
         else:
             weights[one.linear] = round_gptq(one.target, grid, one.factor)
         importance[one.linear] = one.importance
     if recipe.rounding_steps:
-        weights.update(learn_rounding(layer, starts, recipe.rounding_steps))
+        weights.update(learn_rounding(layer, learned, recipe.rounding_steps))
     return QuantizedLayer(unquantized_tensors(layer.tensors, weights), weights, importance)
 
 
 def _quantize_awq(layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
     folded = fold_layer(layer, recipe)
     scaled = replace(layer, tensors=folded.tensors)
-    starts: dict[str, RoundingStart] = {}
+    learned: dict[str, LearnedGroups] = {}
 
     def rounded(name: str, weight: Tensor) -> GroupedWeight:
         weights = split_groups(weight, recipe.group_size)
         grid = awq_grid(weights, folded.gram_blocks.get(name), recipe)
         if recipe.rounding_steps:
-            starts[name] = RoundingStart(weight, grid)
+            learned[name] = LearnedGroups(weight, grid)
         return grid.round(weights)
 
     found = _quantize_each_linear(scaled, rounded)
     if recipe.rounding_steps:
-        found.weights.update(learn_rounding(scaled, starts, recipe.rounding_steps))
+        found.weights.update(learn_rounding(scaled, learned, recipe.rounding_steps))
     return replace(found, importance=folded.importance)
 
 

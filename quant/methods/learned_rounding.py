@@ -8,39 +8,47 @@ difference of the layer's output from the original layer's. It starts where anot
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from localgen.quant.calibrate.layer_forward import CalibrationLayer
-from localgen.quant.files.packing import GroupedWeight, is_symmetric
+from localgen.quant.files.packing import GroupedWeight, QuantizedWeight, is_symmetric
 from localgen.quant.methods.grid import QuantGrid, split_groups, stored_scales
 
 # a weight is never moved past the next value of its grid
-_MAX_OFFSET = 0.5
+MAX_OFFSET = 0.5
 # ends of a group's range, relative to those at the start
 _MIN_END, _MAX_END = 0.5, 1.2
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RoundingStart:
-    """weight: float32 [out, in]; its nearest values on the grid [out, groups, 1] are improved."""
+class LearnedWeight(Protocol):
+    """A linear's weight whose rounding is learned. It begins where another method ended."""
 
-    weight: Tensor
-    grid: QuantGrid
+    def values(self) -> Tensor:
+        """The rounded weight, float32 [out, in]."""
+        ...
+
+    def step(self, gradient: Tensor, rate: float) -> None:
+        """Move all parameters by `rate` against the signs of their gradients, which follow from
+        the gradient of the values, [out, in]."""
+        ...
+
+    def round(self) -> QuantizedWeight:
+        """The rounded weight as it is stored."""
+        ...
 
 
 def learn_rounding(
-    layer: CalibrationLayer, starts: Mapping[str, RoundingStart], steps: int
-) -> dict[str, GroupedWeight]:
-    """Rounded weights of all linears in `starts`, by name.
+    layer: CalibrationLayer, learned: Mapping[str, LearnedWeight], steps: int
+) -> dict[str, QuantizedWeight]:
+    """Rounded weights of all linears in `learned`, by name.
 
     Each step reads one batch of the inputs; the learning rate falls linearly from 1 / steps to 0.
     The start is kept if the result has no lower loss over all inputs. layer: its tensors are those
-    outside of `starts`, and original_outputs is needed.
+    outside of `learned`, and original_outputs is needed.
     """
-    learned = {name: _LearnedWeight(start) for name, start in starts.items()}
     at_start = {name: one.round() for name, one in learned.items()}
     first_loss = _mean_loss(layer, at_start)
     for step, (hidden, target) in zip(range(steps), _repeated_batches(layer), strict=False):
@@ -60,7 +68,7 @@ def _repeated_batches(layer: CalibrationLayer) -> Iterator[tuple[Tensor, Tensor]
         yield from _batches(layer)
 
 
-def _mean_loss(layer: CalibrationLayer, weights: Mapping[str, GroupedWeight]) -> float:
+def _mean_loss(layer: CalibrationLayer, weights: Mapping[str, QuantizedWeight]) -> float:
     values = {f"{name}.weight": weight.dequantize() for name, weight in weights.items()}
     losses = [
         float(
@@ -75,7 +83,7 @@ def _mean_loss(layer: CalibrationLayer, weights: Mapping[str, GroupedWeight]) ->
 
 def _take_step(
     layer: CalibrationLayer,
-    learned: Mapping[str, _LearnedWeight],
+    learned: Mapping[str, LearnedWeight],
     hidden: Tensor,
     target: Tensor,
     rate: float,
@@ -91,24 +99,23 @@ def _take_step(
             one.step(gradient, rate)
 
 
-class _LearnedWeight:
-    """Offsets of a linear's weights before rounding, in steps of the grid, and factors of its
+class LearnedGroups:
+    """Offsets of a weight's elements before rounding, in steps of the grid, and factors of its
     groups' ranges: [out, groups, size] and [out, groups, 1]."""
 
-    def __init__(self, start: RoundingStart) -> None:
-        groups = start.grid.scales.shape[1]
-        self._weights = split_groups(start.weight, start.weight.shape[1] // groups)
-        self._start = start.grid
+    def __init__(self, weight: Tensor, grid: QuantGrid) -> None:
+        """weight: float32 [out, in], whose nearest values on the grid [out, groups, 1] are the
+        start."""
+        groups = grid.scales.shape[1]
+        self._weights = split_groups(weight, weight.shape[1] // groups)
+        self._start = grid
         self._offsets = torch.zeros_like(self._weights)
-        self._low, self._high = (torch.ones_like(start.grid.scales) for _ in range(2))
+        self._low, self._high = (torch.ones_like(grid.scales) for _ in range(2))
 
     def values(self) -> Tensor:
-        """Rounded weights, [out, in]."""
         return self._rounded(self._offsets, self._low, self._high)
 
     def step(self, gradient: Tensor, rate: float) -> None:
-        """Move all parameters by `rate` against the signs of their gradients, which follow from the
-        gradient of the rounded weights, [out, in]."""
         parameters = (self._offsets, self._low, self._high)
         # the graph of one linear at a time, not of the whole layer
         leaves = [each.clone().requires_grad_() for each in parameters]
@@ -117,7 +124,7 @@ class _LearnedWeight:
             found = torch.autograd.grad(rounded, leaves, gradient)
         for parameter, each in zip(parameters, found, strict=True):
             parameter.sub_(each.sign_(), alpha=rate)
-        self._offsets.clamp_(-_MAX_OFFSET, _MAX_OFFSET)
+        self._offsets.clamp_(-MAX_OFFSET, MAX_OFFSET)
         self._low.clamp_(_MIN_END, _MAX_END)
         self._high.clamp_(_MIN_END, _MAX_END)
 

@@ -79,15 +79,17 @@ class QuantizeRequest:
         Raises InvalidRequest for no method, or options that exclude each other.
         """
         _check_options(methods, self.gguf, bits, group_size, act_order)
-        if rounding_steps is not None and (self.gguf or methods[0] not in LEARNING_METHODS):
-            known = " and ".join(f"--{name}" for name in LEARNING_METHODS)
-            raise InvalidRequest(
-                f"--rounding-steps goes with {known}, without --gguf", param="rounding_steps"
-            )
+        if rounding_steps is not None:
+            _check_learning(methods, self.gguf)
         if self.target is not None:
             _check_target(methods, self.target, is_measured=self.eval_set is not None)
         if self.gguf is not None and list(methods) == ["gptq"]:
-            by_type = Recipe(method="gptq", group_size=None, desc_act=act_order is not False)
+            by_type = Recipe(
+                method="gptq",
+                group_size=None,
+                desc_act=act_order is not False,
+                rounding_steps=rounding_steps or 0,
+            )
             return replace(self, recipe=by_type, mode="gguf")
         if self.gguf is not None:
             is_calibrated = methods or calibrate or self.target is not None
@@ -131,6 +133,16 @@ def _check_options(
         raise InvalidRequest(
             f"--{methods[0]} and --gguf exclude each other; --awq and --gptq go with it"
         )
+
+
+def _check_learning(methods: Sequence[QuantizeMethod], gguf: str | None) -> None:
+    if gguf is not None and list(methods) != ["gptq"]:
+        raise InvalidRequest(
+            "--rounding-steps goes with --gguf only if --gptq is given too", param="rounding_steps"
+        )
+    if gguf is None and methods[0] not in LEARNING_METHODS:
+        known = " and ".join(f"--{name}" for name in LEARNING_METHODS)
+        raise InvalidRequest(f"--rounding-steps goes with {known}", param="rounding_steps")
 
 
 def _check_target(
