@@ -110,8 +110,7 @@ class MixedGgufJob:
         on_event(
             EstimateEvent(
                 model=self.calibration.model,
-                description=f"types chosen by loss for {self.target}"
-                + (", codes by gptq" if self._by_gptq else ""),
+                description=f"types chosen by loss for {self.target}{self._describe_codes()}",
                 output=str(self.output),
                 source_bytes=self._source.size_bytes,
                 output_bytes=output,
@@ -128,6 +127,13 @@ class MixedGgufJob:
                 f"{what} about {format_size(self._estimated_bytes)}, this machine has "
                 f"{format_size(total_memory_bytes())}: use --gguf Q4_K_M instead"
             )
+
+    def _describe_codes(self) -> str:
+        if not self._by_gptq:
+            return ""
+        steps = self.calibration.prepared.recipe.rounding_steps
+        learned = f", their rounding learned in {steps} steps" if steps else ""
+        return f", codes by gptq{learned}"
 
     def _report_time(self, on_event: OnEvent) -> None:
         self._estimated_s, pass_s = self._probes.estimate_s()

@@ -361,10 +361,11 @@ def test_targets_of_size_and_bits(
 def test_gptq_with_a_target(
     tmp_path: Path, open_model: Callable[..., LlamaFile], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bits = ("--target-bpw", "3.2", "--out", "a.gguf", *QUICK)
-    assert run_command_line(["quantize", "tiny", "--gguf", "auto", "--gptq", *bits]) == 0
+    options = ("--target-bpw", "3.2", "--rounding-steps", "2", "--out", "a.gguf", *QUICK)
+    assert run_command_line(["quantize", "tiny", "--gguf", "auto", "--gptq", *options]) == 0
     err = capsys.readouterr().err
     assert "types chosen by loss for 3.2 bits per weight, codes by gptq" in err
+    assert "their rounding learned in 2 steps" in err
     assert "; then GPTQ, layer by layer, for each file" in err
     assert " before GPTQ; types by layer:" in err
     assert " on the calibration text before GPTQ, measured " in err
