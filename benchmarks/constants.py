@@ -1,9 +1,10 @@
 """Vary each constant of AWQ and GPTQ, and compare the loss with that of its default.
 
 python -m benchmarks.constants [--model tiny|smollm2] [--only gptq-3] [--windows 36]
+python -m benchmarks.constants --text benchmarks/data/choosing.txt
 
 It confirms constants on text that took no part in choosing them. To choose another value, use
-benchmarks/data/choosing.txt, so that the held-out text stays what it is.
+another text, as in the second command, so that the held-out text stays what it is.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", choices=PACKAGED_MODELS, default=BUILT_IN_MODEL)
     parser.add_argument("--only", help="prefixes of awq-4, awq-3, gptq-4, gptq-3, with commas")
     parser.add_argument("--windows", type=int, help="windows of the held-out text")
+    parser.add_argument("--text", type=Path, help="measure on this text instead")
     parser.add_argument("--output", type=Path, help="result file")
     options = parser.parse_args(arguments)
     sizes = SIZES[options.model]
@@ -120,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
     report = Report(line, 1, options.only is not None, torch.get_num_threads(), {})
     report.commands.append(command("benchmarks.constants", arguments))
     rows = []
-    with opened_model(options.model, sizes) as model:
+    with opened_model(options.model, sizes, options.text) as model:
         report.model = replace(line, params=model.spec.num_params)
         losses = Losses(model.losses(None), model.domains)
         for key, name, recipe in measured(options.only):

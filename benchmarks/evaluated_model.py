@@ -56,9 +56,12 @@ class EvaluatedModel:
     """A Hugging Face folder, its calibration text and its held-out text.
 
     calibration: int64 [windows, WINDOW]. domains: of each window of the held-out text.
+    text: another one in place of localgen's.
     """
 
-    def __init__(self, folder: Path, tokenizer: HfTokenizer, sizes: TextSizes) -> None:
+    def __init__(
+        self, folder: Path, tokenizer: HfTokenizer, sizes: TextSizes, text: Path | None = None
+    ) -> None:
         self.spec = read_hf_config(folder)
         self._checkpoint = NumpyCheckpoint(folder)
         self._embedding = self._read("model.embed_tokens.weight")
@@ -68,9 +71,9 @@ class EvaluatedModel:
         self._calibrating = LayerForward(self.spec, WINDOW, dtype=dtype)
         asked = CalibrationConfig(samples=sizes.calibration, seq_len=WINDOW)
         self.calibration = calibration_windows(asked, tokenizer).ids
-        held_out = held_out_windows(None, tokenizer, WINDOW + 1, sizes.held_out)
+        held_out = held_out_windows(text, tokenizer, WINDOW + 1, sizes.held_out)
         self._held_out = held_out.ids
-        self.domains: Sequence[str] = held_out.domains
+        self.domains: Sequence[str] = held_out.domains or ("",) * len(held_out.ids)
 
     def losses(self, recipe: Recipe | None) -> EvalMetrics:
         """Quantize the model with a recipe, or keep the original if None, and evaluate it."""
@@ -137,11 +140,11 @@ class EvaluatedModel:
 
 
 @contextlib.contextmanager
-def opened_model(name: str, sizes: TextSizes) -> Iterator[EvaluatedModel]:
-    """Open the built-in model, or smollm2 widened to a folder of 16 bits."""
+def opened_model(name: str, sizes: TextSizes, text: Path | None = None) -> Iterator[EvaluatedModel]:
+    """Open the built-in model, or smollm2 widened to a folder of 16 bits; see EvaluatedModel."""
     if name == BUILT_IN_MODEL:
         vocab_size = read_hf_config(MODEL).vocab_size
-        yield EvaluatedModel(MODEL, HfTokenizer.from_folder(MODEL, vocab_size), sizes)
+        yield EvaluatedModel(MODEL, HfTokenizer.from_folder(MODEL, vocab_size), sizes, text)
         return
     # transformers is imported only where smollm2 is measured
     from benchmarks.agreement_parts.logits import transformers_model
@@ -150,4 +153,4 @@ def opened_model(name: str, sizes: TextSizes) -> Iterator[EvaluatedModel]:
     source = open_gguf_source(path)
     with tempfile.TemporaryDirectory() as folder:
         transformers_model(path, source.spec).save_pretrained(folder)
-        yield EvaluatedModel(Path(folder), source.load_tokenizer(), sizes)
+        yield EvaluatedModel(Path(folder), source.load_tokenizer(), sizes, text)

@@ -115,10 +115,12 @@ class QuantizeJob:
             )
         )
         if estimate.peak_bytes > total_memory_bytes():
+            is_folder = self.mode == "round"
+            remedy = "--rtn or --fp8 need less" if is_folder else "use --gguf Q4_K_M alone"
             raise OutOfMemory(
                 f"one layer with its statistics takes about {format_size(estimate.peak_bytes)}, "
                 f"this machine has {format_size(total_memory_bytes())}: "
-                "--rtn or --fp8 need less, or a smaller --seq-len"
+                f"{remedy}, or a smaller --seq-len"
             )
 
     def report_unfinished(self, on_event: OnEvent) -> None:

@@ -140,6 +140,18 @@ class ServerHarness:
         self.http.close()
 
 
+def error_line(done: subprocess.CompletedProcess[str]) -> str:
+    """The single error line of a failed command, which has printed nothing else.
+
+    On a slow machine, it may have told before that the engine is long in loading.
+    """
+    assert done.returncode != 0
+    assert done.stdout == ""
+    *notices, line = done.stderr.splitlines()
+    assert all(notice.startswith("no answer of the engine for ") for notice in notices), notices
+    return line
+
+
 def chat_body(model: str, text: str = WORDS, **fields: Any) -> dict[str, Any]:
     return {"model": model, "messages": [{"role": "user", "content": text}], **fields}
 

@@ -58,7 +58,7 @@ def test_a_model_of_this_machine(tmp_path: Path, capsys: Captured) -> None:
 
 
 def test_a_load_as_json(capsys: Captured) -> None:
-    asking = ["bench", "tiny", "--rate", "5", "--poisson", "--time", "6", "--output-len", "4"]
+    asking = ["bench", "tiny", "--rate", "5", "--poisson", "--time", "20", "--output-len", "4"]
     assert run_command_line([*asking, "--input-len", "30", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     (load,) = record["loads"]
@@ -70,7 +70,7 @@ def test_a_load_as_json(capsys: Captured) -> None:
 
 def test_loads_are_drawn_as_svg(tmp_path: Path, capsys: Captured) -> None:
     path = tmp_path / "plot.svg"
-    asking = ["bench", "tiny", "--concurrency", "1,2", "--time", "8", "--input-len", "8"]
+    asking = ["bench", "tiny", "--concurrency", "1,2", "--time", "20", "--input-len", "8"]
     assert run_command_line([*asking, "--output-len", "2", "--plot", str(path)]) == 0
     assert "95 % of the answered requests are within" in capsys.readouterr().out
     drawn = path.read_text()
@@ -162,7 +162,7 @@ def test_results_are_compared(tmp_path: Path, capsys: Captured) -> None:
 
 
 def test_a_bound_that_is_not_kept(capsys: Captured) -> None:
-    asking = ["bench", "tiny", "--concurrency", "2", "--time", "10", "--output-len", "2"]
+    asking = ["bench", "tiny", "--concurrency", "2", "--time", "20", "--output-len", "2"]
     assert run_command_line([*asking, "--require", "2 at once ttft < 0.001"]) == 1
     assert "NOT kept, it is" in capsys.readouterr().err
     assert run_command_line([*asking, "--require", "tg128>1", "--require", "2 at once>0"]) == 1
@@ -218,7 +218,7 @@ def test_files_that_are_no_results(tmp_path: Path, text: str, capsys: Captured) 
 
 def test_an_alias_is_measured(capsys: Captured) -> None:
     assert run_command_line(["cp", "tiny", "mine"]) == 0
-    asking = ["bench", "mine", "--concurrency", "1", "--time", "5", "--output-len", "2", "--json"]
+    asking = ["bench", "mine", "--concurrency", "1", "--time", "20", "--output-len", "2", "--json"]
     capsys.readouterr()
     assert run_command_line(asking) == 0
     assert json.loads(capsys.readouterr().out)["model"] == "tiny"

@@ -8,6 +8,7 @@ import random
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -361,6 +362,8 @@ def test_json_has_the_names_of_vllm() -> None:
 def test_prompts_have_the_tokens_that_were_asked_for() -> None:
     prompts = WordPrompts(1)
     assert len(prompts.make(100).split()) == 100
+    counts = Counter(prompts.make(500).split()).values()
+    assert max(counts) - min(counts) <= 1
     prompts.count("a b c d", 8)
     assert len(prompts.make(100).split()) == 50
     assert prompts.like(10, random.Random(1)) == prompts.like(10, random.Random(1))

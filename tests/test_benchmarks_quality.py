@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import constants, quality
+from benchmarks.evaluated_model import TextSizes
 from benchmarks.measure import ModelLine, Report
 from benchmarks.quality import Losses, enter
 from localgen.quant.evaluate import EvalMetrics
@@ -75,3 +76,17 @@ def test_every_variant_differs_from_its_default() -> None:
         assert current != variant.constants or variant.fields, key
         for one, value in variant.fields.items():
             assert getattr(recipe, one) != value, (key, name)
+
+
+def test_constants_are_compared_on_another_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "range in steps of 1/40"
+    monkeypatch.setattr(constants, "SIZES", {"tiny": TextSizes(1, 2)})
+    monkeypatch.setattr(constants, "VARIANTS", {"gptq": {name: constants.RANGES[name]}})
+    text = Path(constants.__file__).parent / "data" / "choosing.txt"
+    target = tmp_path / "constants.json"
+    arguments = ["--only", "gptq-4", "--text", str(text), "--output", str(target)]
+    assert constants.main(arguments) == 0
+    assert f"| gptq-4 | {name} " in capsys.readouterr().out
+    assert "choosing.txt" in target.read_text()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from hf_folders import TINY, edit
+from serving import error_line
 
 from localgen.client import LocalClient
 from localgen.config import ServerSettings
@@ -41,14 +42,6 @@ def run(settings: ServerSettings, *arguments: str) -> Any:
     )
 
 
-def error_of(done: Any) -> str:
-    """The single error line of a failed command."""
-    assert done.returncode != 0
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    return str(line)
-
-
 def test_a_question_is_answered(settings: ServerSettings) -> None:
     done = run(settings, str(TINY), QUESTION, *ON_CPU, "--temp", "0", "--json")
     assert done.returncode == 0, done.stderr
@@ -58,23 +51,23 @@ def test_a_question_is_answered(settings: ServerSettings) -> None:
 
 def test_a_conflicting_option_says_what_is_loaded(settings: ServerSettings) -> None:
     assert run(settings, str(TINY), QUESTION, *ON_CPU).returncode == 0
-    said = error_of(run(settings, str(TINY), QUESTION, *ON_CPU, "-np", "7"))
+    said = error_line(run(settings, str(TINY), QUESTION, *ON_CPU, "-np", "7"))
     assert "--parallel 32, not 7" in said
 
 
 def test_an_option_of_llama_cpp_is_refused(settings: ServerSettings, folder: Path) -> None:
-    said = error_of(run(settings, str(folder), QUESTION, *ON_CPU, "--no-mmap"))
+    said = error_line(run(settings, str(folder), QUESTION, *ON_CPU, "--no-mmap"))
     assert "mmap is not an option of the cuda backend" in said
 
 
 def test_a_sampler_that_it_lacks_is_refused(settings: ServerSettings) -> None:
-    said = error_of(run(settings, str(TINY), QUESTION, *ON_CPU, "--mirostat", "2"))
+    said = error_line(run(settings, str(TINY), QUESTION, *ON_CPU, "--mirostat", "2"))
     assert "mirostat" in said
 
 
 def test_without_a_gpu_the_way_out_is_named(settings: ServerSettings, folder: Path) -> None:
     for arguments in ((), ("--backend", "cuda")):
-        said = error_of(run(settings, str(folder), QUESTION, *arguments))
+        said = error_line(run(settings, str(folder), QUESTION, *arguments))
         assert "no NVIDIA GPU was found" in said
         assert "--device cpu" in said
 
@@ -82,19 +75,19 @@ def test_without_a_gpu_the_way_out_is_named(settings: ServerSettings, folder: Pa
 def test_a_damaged_folder_names_the_file(settings: ServerSettings, folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    said = error_of(run(settings, str(folder), QUESTION, *ON_CPU))
+    said = error_line(run(settings, str(folder), QUESTION, *ON_CPU))
     assert "model.safetensors" in said
 
 
 def test_a_config_without_a_field_names_it(settings: ServerSettings, folder: Path) -> None:
     edit(folder / "config.json", hidden_size=None)
-    said = error_of(run(settings, str(folder), QUESTION, *ON_CPU))
+    said = error_line(run(settings, str(folder), QUESTION, *ON_CPU))
     assert "config.json" in said
     assert "hidden_size" in said
 
 
 def test_a_prompt_over_the_context_is_refused_with_both_numbers(settings: ServerSettings) -> None:
-    said = error_of(run(settings, str(TINY), "word " * 5000, *ON_CPU))
+    said = error_line(run(settings, str(TINY), "word " * 5000, *ON_CPU))
     assert "the context is 2,048" in said
 
 
@@ -106,13 +99,13 @@ def test_an_odd_group_size_is_named(
 ) -> None:
     quant = {"quant_method": method, "bits": 4, "group_size": group}
     edit(folder / "config.json", quantization_config=quant)
-    said = error_of(run(settings, str(folder), QUESTION, *ON_CPU))
+    said = error_line(run(settings, str(folder), QUESTION, *ON_CPU))
     assert f"config.json: quantization_config.group_size is {json.dumps(group)}, not a" in said
 
 
 def test_heads_that_ranks_cannot_share_evenly(settings: ServerSettings, folder: Path) -> None:
     edit(folder / "config.json", num_attention_heads=8, num_key_value_heads=8)
-    said = error_of(run(settings, str(folder), QUESTION, *ON_CPU, "--dummy", "--tp", "3"))
+    said = error_line(run(settings, str(folder), QUESTION, *ON_CPU, "--dummy", "--tp", "3"))
     assert "--tp 3: 8 heads cannot be divided by 3: use 1, 2, 4 or 8" in said
 
 
@@ -132,7 +125,7 @@ def test_a_prompt_over_the_pool_is_refused_and_the_engine_lives_on(
 
 def test_a_pool_smaller_than_the_context_is_refused(settings: ServerSettings, folder: Path) -> None:
     sizes = ("--kv-tokens", "256", "-c", "512")
-    said = error_of(run(settings, str(folder), QUESTION, *ON_CPU, *sizes))
+    said = error_line(run(settings, str(folder), QUESTION, *ON_CPU, *sizes))
     assert "256" in said
     assert "512" in said
 

@@ -16,8 +16,8 @@ import pytest
 pytest.importorskip("torch")
 
 from hf_folders import TINY
-from serving import wait_until
-from test_cuda_end_to_end import ON_CPU, error_of, run
+from serving import error_line, wait_until
+from test_cuda_end_to_end import ON_CPU, run
 
 from localgen.backends.cuda.parallel.worker_group import _WORKER_MODULE
 from localgen.backends.model_info import LoadOptions
@@ -104,16 +104,16 @@ def test_unloaded_means_that_all_are_gone(client: LocalClient) -> None:
 
 
 def test_heads_that_cannot_be_divided_are_one_line(settings: ServerSettings) -> None:
-    said = error_of(run(settings, str(TINY), "hello", *ON_CPU, "--tp", "3"))
+    said = error_line(run(settings, str(TINY), "hello", *ON_CPU, "--tp", "3"))
     assert "--tp 3: 4 heads cannot be divided by 3: use 1, 2 or 4" in said
 
 
 def test_gpus_that_are_not_there_are_counted(settings: ServerSettings) -> None:
-    said = error_of(run(settings, str(TINY), "hello", "--tp", "2"))
+    said = error_line(run(settings, str(TINY), "hello", "--tp", "2"))
     assert "no NVIDIA GPU was found" in said
 
 
 def test_llama_cpp_backend_rejects_tp(settings: ServerSettings) -> None:
     gguf = str(TINY.with_suffix(".gguf"))
-    said = error_of(run(settings, gguf, "hello", "--backend", "llamacpp", "--tp", "2"))
+    said = error_line(run(settings, gguf, "hello", "--backend", "llamacpp", "--tp", "2"))
     assert "--tp is an option of the cuda backend" in said

@@ -19,13 +19,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from localgen.backends.cuda.model.weights import load_weights
-from localgen.backends.errors import DiskFull, InvalidRequest, LoadFailed, LocalgenError
+from localgen.backends.errors import (
+    DiskFull,
+    InvalidRequest,
+    LoadFailed,
+    LocalgenError,
+    OutOfMemory,
+)
 from localgen.quant import preflight
 from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
 from localgen.quant.job import QuantizeJob
 from localgen.quant.preflight import prepare_quantization
 from localgen.quant.request.events import ProgressEvent, QuantizeEvent
-from localgen.quant.request.recipe import CalibrationConfig, Recipe
+from localgen.quant.request.recipe import CalibrationConfig, LayerMode, Recipe
 
 CALIBRATION = CalibrationConfig(samples=6, seq_len=32)
 RTN, GPTQ, AWQ = (Recipe(method=method) for method in ("rtn", "gptq", "awq"))
@@ -36,9 +42,11 @@ LEARNED_AWQ = Recipe(method="awq", bits=3, rounding_steps=4)
 LAYERS = 6
 
 
-def job(recipe: Recipe, out: Path, *, folder: Path = TINY) -> QuantizeJob:
+def job(
+    recipe: Recipe, out: Path, *, folder: Path = TINY, mode: LayerMode = "round"
+) -> QuantizeJob:
     ready = prepare_quantization(folder, recipe, CALIBRATION, "cpu")
-    return QuantizeJob("tiny", ready, out)
+    return QuantizeJob("tiny", ready, out, mode=mode)
 
 
 def run(recipe: Recipe, out: Path, *, resume: bool = False) -> list[int]:
@@ -270,6 +278,18 @@ def test_too_little_disk_space_is_rejected_before_work(
     started = job(RTN, tmp_path / "out")
     refused(DiskFull, lambda: started.check_disk_space(resume=False), "1.0 MB free", "make room")
     assert not started.work_folder.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("mode", "remedy"), [("round", "--rtn or --fp8 need less"), ("fold", "use --gguf Q4_K_M alone")]
+)
+def test_too_little_memory_is_rejected_before_work(
+    mode: LayerMode, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localgen.quant.job.total_memory_bytes", lambda: 1 << 20)
+    started = job(AWQ, tmp_path / "out", mode=mode)
+    said = (remedy, "this machine has 1.0 MB", "a smaller --seq-len")
+    refused(OutOfMemory, lambda: started.report_estimate(lambda _: None), *said)
 
 
 def test_a_run_is_not_resumed_while_it_goes_on(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import random
 import textwrap
 
@@ -37,7 +38,10 @@ class WordPrompts:
     def like(self, tokens: int, chance: random.Random) -> str:
         """A prompt of about this many tokens, of words that `chance` draws."""
         rate = self._tokens / self._words if self._words else 1.0
-        return " ".join(chance.choices(self._choices, k=max(1, round(tokens / rate))))
+        # each word once before one comes again: their numbers of tokens differ
+        decks = (chance.sample(self._choices, len(self._choices)) for _ in itertools.count())
+        words = itertools.chain.from_iterable(decks)
+        return " ".join(itertools.islice(words, max(1, round(tokens / rate))))
 
     def count(self, prompt: str, tokens: int) -> None:
         """Learn that a prompt has this many tokens."""
