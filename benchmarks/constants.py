@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", choices=PACKAGED_MODELS, default=BUILT_IN_MODEL)
     parser.add_argument("--only", help="prefixes of awq-4, awq-3, gptq-4, gptq-3, with commas")
     parser.add_argument("--windows", type=int, help="windows of the held-out text")
-    parser.add_argument("--text", type=Path, help="measure on this text instead")
+    parser.add_argument("--text", type=Path, help="measure on this text instead, to choose")
     parser.add_argument("--output", type=Path, help="result file")
     options = parser.parse_args(arguments)
     sizes = SIZES[options.model]

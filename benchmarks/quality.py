@@ -1,6 +1,7 @@
 """Measure KL divergence and perplexity of a model after quantization by each method.
 
 python -m benchmarks.quality [--model tiny|smollm2] [--only gptq-3,rtn-3] [--windows 36]
+    [--text benchmarks/data/choosing.txt]
 """
 
 from __future__ import annotations
@@ -203,6 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", choices=PACKAGED_MODELS, default=BUILT_IN_MODEL)
     parser.add_argument("--only", help="recipes, or beginnings of their names, with commas")
     parser.add_argument("--windows", type=int, help="windows of the held-out text")
+    parser.add_argument("--text", type=Path, help="measure on this text instead, to choose")
     parser.add_argument("--samples", type=int, help="windows of the calibration text")
     parser.add_argument(
         "--folder", type=Path, action="append", default=[], help="also a quantized folder"
@@ -211,7 +213,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     sizes = SIZES[options.model]
     sizes = TextSizes(options.samples or sizes.calibration, options.windows or sizes.held_out)
-    with opened_model(options.model, sizes) as model:
+    with opened_model(options.model, sizes, options.text) as model:
         losses = Losses(model.losses(None), model.domains)
         for name in chosen(options.only):
             losses.found[name] = model.losses(recipe_for(options.model, RECIPES[name]))

@@ -39,17 +39,15 @@ class GgufJob:
     def run(self, on_event: OnEvent, *, resume: bool) -> FinishedEvent:
         """Write the file. Raises as make_gguf and QuantizeJob.run."""
         folder, job = self.source.folder, self.calibration
-        if job is not None and job.mode == "gguf":
-            finished = job.run(on_event, resume=resume)
-            job.work_folder.remove()
-            return finished
         if job is None:
             check_finite_and_checksum(self.source, on_event)
             make_gguf(folder, self.output, self.file_type, on_event=on_event)
-        else:
-            job.run(on_event, resume=resume)
-            windows = job.prepared.windows
-            with job.reporting_interruption(on_event):
+            return FinishedEvent(str(self.output))
+        with job.opened(on_event, resume=resume):
+            finished = job.run_layers(on_event)
+            if job.mode != "gguf":
+                finished = FinishedEvent(str(self.output))
+                windows = job.prepared.windows
                 make_gguf(
                     folder,
                     self.output,
@@ -61,7 +59,7 @@ class GgufJob:
                     on_event=on_event,
                 )
             job.work_folder.remove()
-        return FinishedEvent(str(self.output))
+        return finished
 
 
 def prepare_gguf_job(

@@ -44,6 +44,7 @@ from localgen.quant.preflight import PreparedQuantization, check_finite_and_chec
 from localgen.quant.request.events import (
     EstimateEvent,
     FinishedEvent,
+    NoteEvent,
     OnEvent,
     ProgressEvent,
     StoppedEvent,
@@ -115,13 +116,17 @@ class QuantizeJob:
             )
         )
         if estimate.peak_bytes > total_memory_bytes():
-            is_folder = self.mode == "round"
-            remedy = "--rtn or --fp8 need less" if is_folder else "use --gguf Q4_K_M alone"
             raise OutOfMemory(
                 f"one layer with its statistics takes about {format_size(estimate.peak_bytes)}, "
                 f"this machine has {format_size(total_memory_bytes())}: "
-                f"{remedy}, or a smaller --seq-len"
+                f"{self._smaller_choice()}, or a smaller --seq-len"
             )
+
+    def _smaller_choice(self) -> str:
+        """What takes less memory."""
+        if self.prepared.recipe.rounding_steps and self.mode in ("round", "gguf"):
+            return "--rounding-steps 0 needs less"
+        return "--rtn or --fp8 need less" if self.mode == "round" else "use --gguf Q4_K_M alone"
 
     def report_unfinished(self, on_event: OnEvent) -> None:
         """Emit an UnfinishedEvent if there is a run to resume.
@@ -138,17 +143,30 @@ class QuantizeJob:
         on_event(UnfinishedEvent(self.work_folder.num_done_layers, self.num_layers))
 
     def run(self, on_event: OnEvent, *, resume: bool) -> FinishedEvent:
-        """Quantize all layers. Finished layers survive any interruption; `resume` continues.
+        """Open the work folder and run all layers. Raises as both."""
+        with self.opened(on_event, resume=resume):
+            return self.run_layers(on_event)
 
-        Raises as check_disk_space, LoadFailed if a weight is not finite, and OutOfMemory if the
+    @contextmanager
+    def opened(
+        self,
+        on_event: OnEvent,
+        *,
+        resume: bool,
+        stopped: Callable[[], StoppedEvent | None] = lambda: None,
+    ) -> Iterator[None]:
+        """Check the weights and open the work folder; other runs wait outside.
+
+        stopped: emitted on Ctrl+C, by default the number of finished layers. Raises as
+        check_disk_space, LoadFailed if a weight is not finite, DiskFull, and OutOfMemory if the
         GPU's memory is full.
         """
         self.check_disk_space(resume=resume)
-        with self.reporting_interruption(on_event):
+        with self._reporting_interruption(on_event, stopped):
             checksum = check_finite_and_checksum(self.prepared.source, on_event)
             try:
                 with self.work_folder.opened(self._resume_manifest(checksum), resume=resume):
-                    return self._run(on_event)
+                    yield
             except OSError as error:
                 # numpy sets no errno for a full disk
                 raise DiskFull(
@@ -158,17 +176,15 @@ class QuantizeJob:
                 ) from None
 
     @contextmanager
-    def reporting_interruption(
-        self, on_event: OnEvent, stopped: Callable[[], StoppedEvent] | None = None
+    def _reporting_interruption(
+        self, on_event: OnEvent, stopped: Callable[[], StoppedEvent | None]
     ) -> Iterator[None]:
-        """Emit a StoppedEvent on Ctrl+C: `stopped`, or the finished layers. Raises OutOfMemory if
-        the GPU's memory is full."""
         try:
             yield
         except KeyboardInterrupt:
             if self.work_folder.path.exists():
                 done = self.work_folder.num_done_layers
-                on_event(stopped() if stopped else StoppedEvent(done, self.num_layers))
+                on_event(stopped() or StoppedEvent(done, self.num_layers))
             raise
         except torch.OutOfMemoryError:
             raise OutOfMemory(
@@ -199,10 +215,13 @@ class QuantizeJob:
         there = self.work_folder.path.absolute().parent
         return shutil.disk_usage(there).free, there
 
-    def _run(self, on_event: OnEvent) -> FinishedEvent:
+    def run_layers(self, on_event: OnEvent) -> FinishedEvent:
+        """Process all layers that are not finished, with the work folder open."""
         resumed = self.work_folder.num_done_layers
         if self._rounding is not None:
             self._rounding.prepare()  # first, as it takes the 16-bit file's size on disk meanwhile
+            if uncoded := self._rounding.describe_uncoded():
+                on_event(NoteEvent(uncoded))
         if self.mode == "round" and not self.work_folder.non_layer_file.is_file():
             self._write_non_layer_tensors()
         states = self._open_activations("states")

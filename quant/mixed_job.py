@@ -85,6 +85,7 @@ class MixedGgufJob:
         self._mixture: Mixture = {}
         self._estimated_bytes = 0
         self._estimated_s = self._probes_s = 0.0
+        self._is_calibrated = False
         self._stopped: StoppedEvent | None = None  # in GPTQ
 
     def report_estimate(self, on_event: OnEvent) -> None:
@@ -156,9 +157,10 @@ class MixedGgufJob:
         """
         job = self.calibration
         self._report_time(on_event)
-        job.run(on_event, resume=resume)
-        started_s = time.monotonic()
-        with job.reporting_interruption(on_event, self._stopped_event):
+        with job.opened(on_event, resume=resume, stopped=self._stopped_event):
+            job.run_layers(on_event)
+            started_s = time.monotonic()
+            self._is_calibrated = True
             losses = self._probes.run(on_event)
             self._probes_s = time.monotonic() - started_s
             self._options = {
@@ -283,7 +285,9 @@ class MixedGgufJob:
             estimated_bytes=self._estimated_bytes,
         )
 
-    def _stopped_event(self) -> StoppedEvent:
+    def _stopped_event(self) -> StoppedEvent | None:
+        if not self._is_calibrated:
+            return None
         groups = self._probes.num_done, self._probes.num_groups
         return self._stopped or StoppedEvent(*groups, "groups of tensors")
 

@@ -25,7 +25,7 @@ from localgen.quant.gguf.requantize import make_gguf
 from localgen.quant.gguf.tensors import from_gguf_rows, to_gguf_rows
 from localgen.quant.gguf_job import prepare_gguf_job
 from localgen.quant.methods.layer import QuantizedLayer
-from localgen.quant.request.events import OnEvent, ProgressEvent, QuantizeEvent
+from localgen.quant.request.events import NoteEvent, OnEvent, ProgressEvent, QuantizeEvent
 from localgen.quant.request.gguf_types import CODE_TYPES, GPTQ_TYPES
 from localgen.quant.request.recipe import CalibrationConfig, Recipe
 from localgen.quant.request.request import QuantizeRequest
@@ -203,6 +203,13 @@ def test_every_architecture(name: str, tmp_path: Path) -> None:
         same = np.array_equal(tensor.data, after[tensor.name].data)
         in_layer = tensor.name.startswith("blk.") and tensor.type_name in CODE_TYPES
         assert same is not in_layer, tensor.name
+
+
+def test_linears_without_codes_are_told(tmp_path: Path) -> None:
+    folder, seen = model_folder("llama", tmp_path / "model"), list[QuantizeEvent]()
+    make(folder, "Q2_K", tmp_path / "ours.gguf", on_event=seen.append)
+    told = [one.text for one in seen if isinstance(one, NoteEvent)]
+    assert told == ["GPTQ leaves 3 of 21 linears to ggml: F16 has no codes to choose"]
 
 
 @pytest.mark.parametrize("file_type", ["IQ4_XS", "Q8_0", "F16", "Q2_K_S", "MXFP4_MOE"])

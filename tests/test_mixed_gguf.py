@@ -262,6 +262,21 @@ def test_run_that_was_stopped_in_gptq_goes_on(
     assert not (tmp_path / "again.gguf.partial").exists()
 
 
+@pytest.mark.parametrize("step", ["calibrating", "measuring sensitivity", "converting"])
+def test_another_run_waits_outside_to_the_end(step: str, tmp_path: Path, small_model: Path) -> None:
+    out, target, refusals = tmp_path / "m.gguf", GgufTarget(bits_per_weight=5.5), []
+
+    def resume_in_between(event: QuantizeEvent) -> None:
+        if isinstance(event, ProgressEvent) and event.step.startswith(step) and not refusals:
+            with pytest.raises(InvalidRequest, match="another localgen is writing to") as refused:
+                mixed_job_of(target, out, small_model).run(lambda event: None, resume=True)
+            refusals.append(refused)
+
+    mixed_job_of(target, out, small_model).run(resume_in_between, resume=False)
+    assert refusals
+    assert out.exists()
+
+
 def test_another_target_takes_nothing_of_a_candidate(tmp_path: Path, small_model: Path) -> None:
     """The first run is stopped in GPTQ, and the second one has other types."""
     whole, again = tmp_path / "whole.gguf", tmp_path / "again.gguf"

@@ -281,13 +281,18 @@ def test_too_little_disk_space_is_rejected_before_work(
 
 
 @pytest.mark.parametrize(
-    ("mode", "remedy"), [("round", "--rtn or --fp8 need less"), ("fold", "use --gguf Q4_K_M alone")]
+    ("recipe", "mode", "remedy"),
+    [
+        (AWQ, "round", "--rtn or --fp8 need less"),
+        (LEARNED_AWQ, "round", "--rounding-steps 0 needs less"),
+        (AWQ, "fold", "use --gguf Q4_K_M alone"),
+    ],
 )
 def test_too_little_memory_is_rejected_before_work(
-    mode: LayerMode, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, mode: LayerMode, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("localgen.quant.job.total_memory_bytes", lambda: 1 << 20)
-    started = job(AWQ, tmp_path / "out", mode=mode)
+    started = job(recipe, tmp_path / "out", mode=mode)
     said = (remedy, "this machine has 1.0 MB", "a smaller --seq-len")
     refused(OutOfMemory, lambda: started.report_estimate(lambda _: None), *said)
 

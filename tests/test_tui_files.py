@@ -125,20 +125,21 @@ def test_output_of_the_shell_comes_into_the_prompt(tmp_path: Path, folder: Path)
     play(Tui(tmp_path), scene)
 
 
-def test_a_shell_line_is_stopped_with_its_children(tmp_path: Path, folder: Path) -> None:
+@pytest.mark.parametrize("line", ["true", "sleep 0.5"])  # before and after the output is put
+def test_a_shell_line_is_stopped_with_its_children(tmp_path: Path, folder: Path, line: str) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.type(pilot, "!echo begun; sleep 1000 | cat")
         await pilot.press("enter")
         await tui.until(lambda: "Ctrl+C stops it" in notice_text(tui))
-        await tui.type(pilot, "!true")
+        await tui.type(pilot, f"!{line}")
         await pilot.press("enter")
         await tui.until(lambda: "is still running" in notice_text(tui))
-        assert tui.prompt_text == "!true"
+        assert tui.prompt_text == f"!{line}"
         await pilot.press("ctrl+c")
         await tui.until(lambda: "is done: send or clear" in notice_text(tui))
         await pilot.press("enter")
-        await tui.until(lambda: "[stopped]" in tui.prompt_text and "$ true" in tui.prompt_text)
-        assert tui.prompt_text.index("begun") < tui.prompt_text.index("$ true")
+        await tui.until(lambda: "[stopped]" in tui.prompt_text and f"$ {line}" in tui.prompt_text)
+        assert tui.prompt_text.index("begun") < tui.prompt_text.index(f"$ {line}")
 
     play(Tui(tmp_path), scene)
 

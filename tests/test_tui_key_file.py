@@ -25,6 +25,8 @@ def test_keys_are_read_from_the_file(tmp_path: Path, key_file: Path) -> None:
     key_file.write_text('[tui]\nnew = ["f11", "alt+n"]\nnonsense = "x"\n')
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        (problem,) = [each.message for each in tui.app._notifications]
+        assert "[tui] no action nonsense" in problem
         await tui.ask(pilot, "one")
         first = tui.opened
         await pilot.press("alt+n")
@@ -34,8 +36,6 @@ def test_keys_are_read_from_the_file(tmp_path: Path, key_file: Path) -> None:
         await pilot.press("ctrl+n")
         await pilot.pause()
         assert tui.opened is second
-        (problem,) = [each.message for each in tui.app._notifications]
-        assert "[tui] no action nonsense" in problem
 
     play(Tui(tmp_path), scene)
 

@@ -12,6 +12,7 @@ import typer
 from localgen.backends.errors import InvalidRequest
 from localgen.cli.arguments import JsonFlag
 from localgen.cli.completion_values import complete_model
+from localgen.cli.remote_options import is_from_command_line
 
 ModelsArgument = Annotated[
     list[str] | None,
@@ -204,8 +205,15 @@ RecommendFlag = Annotated[
     typer.Option("--recommend", help="List the methods that fit this machine and recommend one."),
 ]
 
+# parameters of the command that a report reads
+_READ_BY_REPORT = {
+    "compare": {"models", "json", "eval_text", "eval_samples", "seq_len", "device"},
+    "recommend": {"models", "json"},
+}
+
 
 def command(
+    context: typer.Context,
     models: ModelsArgument = None,
     awq: AwqFlag = False,
     gptq: GptqFlag = False,
@@ -238,16 +246,7 @@ def command(
     from localgen.quant.originals import require_packages
 
     names = list(models or ())
-    flags = {"awq": awq, "gptq": gptq, "rtn": rtn, "fp8": fp8, "smoothquant": smoothquant}
-    wanted = {**flags, "gguf": gguf, "bits": bits, "group-size": group_size, "calib": calib}
-    targets = {"target-size": target_size, "target-bpw": target_bpw, "target-kl": target_kl}
-    _require_exclusive(
-        {"compare": compare, "recommend": recommend},
-        wanted
-        | targets
-        | {"rounding-steps": rounding_steps is not None}
-        | {"out": out, "resume": resume, "no-eval": no_eval},
-    )
+    _require_read_options(context)
     if recommend:
         from localgen.cli import quantize_report
 
@@ -265,6 +264,7 @@ def command(
         with QuantizePrinter(as_json=json) as printer:
             run.compare_models(names, held_out, device, printer)
         return
+    flags = {"awq": awq, "gptq": gptq, "rtn": rtn, "fp8": fp8, "smoothquant": smoothquant}
     path = Path(os.path.expanduser(calib)) if calib not in (None, "builtin") else None
     drawing = {
         name: value for name, value in (("samples", samples), ("seed", seed)) if value is not None
@@ -302,13 +302,18 @@ def _refuse_calibration_options(options: Iterable[str]) -> None:
         )
 
 
-def _require_exclusive(reports: dict[str, bool], actions: dict[str, object]) -> None:
-    """Raise InvalidRequest if a report is requested together with another report or an action."""
-    shown = [name for name, given in reports.items() if given]
-    made = [name for name, given in actions.items() if given not in (None, False)]
-    if len(shown) > 1 or (shown and made):
-        other = [*shown[1:], *made][0]
-        raise InvalidRequest(f"--{shown[0]} and --{other} exclude each other")
+def _require_read_options(context: typer.Context) -> None:
+    """Raise InvalidRequest if an option is given that another one leaves without effect."""
+    given = {
+        each.name: max(each.opts, key=len)
+        for each in context.command.params
+        if each.name is not None and is_from_command_line(context, each.name)
+    }
+    unread = {name: given.keys() - read for name, read in _READ_BY_REPORT.items()}
+    unread["no_eval"] = given.keys() & {"eval_text", "eval_samples"}
+    for name, others in unread.items():
+        if name in given and (left := sorted(others - {name})):
+            raise InvalidRequest(f"{given[name]} and {given[left[0]]} exclude each other")
 
 
 def _single_model(names: list[str]) -> str | None:

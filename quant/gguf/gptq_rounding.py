@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
@@ -14,6 +15,7 @@ import torch
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.gguf.reader import GgufReader, GgufTensor
+from localgen.backends.formats.hf.tensor_names import linear_shapes
 from localgen.quant.calibrate.importance import InputImportance
 from localgen.quant.calibrate.layer_forward import CalibrationLayer
 from localgen.quant.files.layerwise_checkpoint import read_tensor_at, stored_tensors
@@ -52,6 +54,20 @@ class GgufRounding:
         if not self.path.exists():
             self._make_file(self.path)
 
+    def describe_uncoded(self) -> str:
+        """Which linears GPTQ leaves to ggml, after `prepare`; empty if there are none."""
+        kinds = Counter(
+            self._kind(f"model.layers.{index}.{linear}")
+            for index in range(self._spec.num_layers)
+            for linear in linear_shapes(self._spec)
+        )
+        uncoded = sorted(kinds.keys() - set(CODE_TYPES))
+        if not uncoded:
+            return ""
+        count, types = sum(kinds[kind] for kind in uncoded), ", ".join(uncoded)
+        total = kinds.total()
+        return f"GPTQ leaves {count} of {total} linears to ggml: {types} has no codes to choose"
+
     def round_layer(self, layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
         """Round all linears, after `prepare`. Raises as gptq_targets."""
         weights: dict[str, QuantizedWeight] = {}
@@ -66,6 +82,7 @@ class GgufRounding:
                 coded[one.linear] = weight
             else:
                 weights[one.linear] = weight.round()
+        del one  # learning needs the memory of its factor
         if coded:
             rounded = {f"{linear}.weight": one.dequantize() for linear, one in weights.items()}
             others = replace(layer, tensors=layer.tensors | rounded)

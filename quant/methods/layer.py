@@ -186,6 +186,7 @@ def _quantize_gptq(layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
         else:
             weights[one.linear] = round_gptq(one.target, grid, one.factor)
         importance[one.linear] = one.importance
+    del one  # learning needs the memory of its factor
     if recipe.rounding_steps:
         weights.update(learn_rounding(layer, learned, recipe.rounding_steps))
     return QuantizedLayer(unquantized_tensors(layer.tensors, weights), weights, importance)

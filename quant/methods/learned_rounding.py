@@ -1,8 +1,9 @@
 """Rounding learned from the output of a whole layer, by the signs of gradients.
 
 SignRound (Cheng et al. 2023, the method of AutoRound): each weight is moved by up to half a step
-before it is rounded, and both ends of each group's range are scaled. The loss is the mean squared
-difference of the layer's output from the original layer's. It starts where another method ends.
+before it is rounded. Both ends of a group's range are scaled as well, but not in GGUF files. The
+loss is the mean squared difference of the layer's output from the original layer's. It starts where
+another method ends.
 """
 
 from __future__ import annotations

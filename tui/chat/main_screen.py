@@ -214,9 +214,15 @@ class MainScreen(Screen[None]):
         prompt.set_text(text)
         prompt.action_send()
 
-    def put_before(self, active: ActiveSession, text: str) -> None:
-        """Put text before what is in the prompt: a refused prompt of that session, for example."""
-        active.unsent_prompt = f"{text}\n{self.typed_text(active)}".removesuffix("\n")
+    def put_before(self, active: ActiveSession, text: str, *, after: str = "") -> None:
+        """Put text before what is in the prompt: a refused prompt of that session, for example.
+
+        after: text at its beginning that stays there, if it still is.
+        """
+        typed = self.typed_text(active)
+        start = after if typed.startswith(after) else ""
+        typed = typed.removeprefix(start)
+        active.unsent_prompt = start + f"{text}\n{typed}".removesuffix("\n")
         if self._has_prompt(active):
             self.query_one(Prompt).set_text(active.unsent_prompt)
 

@@ -62,6 +62,7 @@ class SessionActions:
         self._num_shows = 0
         self._shell_command: ShellCommand | None = None
         self._waiting_outputs: dict[int, list[str]] = {}  # by session
+        self._put_outputs: dict[int, str] = {}  # by session, at the beginning of the prompt
 
     @property
     def current_session(self) -> ActiveSession:
@@ -357,7 +358,10 @@ class SessionActions:
     def put_waiting_output(self, opened: ActiveSession) -> None:
         """Put the output of the shell into the prompt, whatever is there."""
         if outputs := self._waiting_outputs.pop(opened.id, []):
-            self._main_screen.put_before(opened, "".join(outputs))
+            text, earlier = "".join(outputs), self._put_outputs.get(opened.id, "")
+            self._main_screen.put_before(opened, text, after=earlier)
+            is_after = self._main_screen.typed_text(opened).startswith(earlier)
+            self._put_outputs[opened.id] = earlier + text if is_after else text
 
     async def _until_not_a_command(self, opened: ActiveSession, line: str) -> None:
         """Wait until the prompt has no unfinished command, which text before it would change."""
