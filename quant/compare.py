@@ -67,7 +67,7 @@ def evaluate_models(
             "GGUF files are compared with the folder that they were made from: name it first",
             param="model",
         )
-    windows = [_held_out_windows(path, eval_set) for _, path in folders]
+    windows = [eval_windows(path, eval_set) for _, path in folders]
     states = [
         _final_states(name, path, ids.ids, device, on_event)
         for (name, path), ids in zip(folders, windows, strict=True)
@@ -82,7 +82,9 @@ def evaluate_models(
     return summarize(rows, losses, windows[0].domains)
 
 
-def _held_out_windows(folder: Path, eval_set: EvalSet) -> TokenWindows:
+def eval_windows(folder: Path, eval_set: EvalSet) -> TokenWindows:
+    """Text for the evaluation of a model folder. Raises as LayerwiseCheckpoint and
+    held_out_windows."""
     spec = LayerwiseCheckpoint(folder).spec
     tokenizer = HfTokenizer.from_folder(folder, spec.vocab_size)
     length = min(eval_set.seq_len, spec.max_len)
@@ -105,7 +107,7 @@ def unmeasured_row(name: str, path: Path) -> EvalRow:
     """Size of a model, without running it. Raises ModelNotFound or LoadFailed if it is damaged."""
     if path.is_file():
         count, size = gguf_weights_and_bytes(path)
-        return EvalRow(name, str(path), size, 8 * size / count)
+        return EvalRow(name, str(path), path.stat().st_size, 8 * size / count)
     source = LayerwiseCheckpoint(path)
     size = source.size_bytes
     return EvalRow(name, str(path), size, 8 * size / source.spec.num_params)

@@ -82,7 +82,7 @@ def prepare_gguf_job(
         )
     require_unquantized(folder)
     source = LayerwiseCheckpoint(folder)
-    output = request.output or default_output(name, None, file_type)
+    output = request.output or default_output(name, None, request.file_type)
     check_gguf_output(output)
     job = GgufJob(source, output, file_type, None)
     # the folded layers take as much as the 16-bit file; that of an unfinished run is made already

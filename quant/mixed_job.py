@@ -192,15 +192,18 @@ class MixedGgufJob:
         folder = self.calibration.work_folder.path
         search = LossSearch(self._options, max_kl, folder / f"measured-{self.target.label}.json")
         while search.candidate is not None:
-            search.add(self._measure_kl(self._write(search.candidate, on_event), on_event))
+            kl = self._measure_kl(self._write(search.candidate, on_event), on_event)
+            search.add(kl)
+            another = "; a better size is tried" if search.candidate is not None else ""
+            on_event(NoteEvent(f"KL divergence {kl:.4f} on the calibration text{another}"))
         best = search.best
         if best.mixture != self._mixture:
             self._write(best.mixture, on_event)
         if best.kl > max_kl:
             on_event(
                 NoteEvent(
-                    f"{self.target} is missed: this is the best of {len(search.measured)} files; "
-                    "give a larger --target-kl, or use --gguf Q8_0"
+                    f"{self.target} is missed by the best of {len(search.measured)} files, with "
+                    f"{best.kl:.4f}: give a larger --target-kl, or use --gguf F16"
                 )
             )
         return self._candidate(best.mixture)

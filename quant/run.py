@@ -13,7 +13,12 @@ from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.model_info import LoadOptions
 from localgen.hub.quant_choice import available_memory
 from localgen.quant.advice import best_method, estimate_methods
-from localgen.quant.compare import evaluate_models, measure_tokens_per_s, unmeasured_row
+from localgen.quant.compare import (
+    eval_windows,
+    evaluate_models,
+    measure_tokens_per_s,
+    unmeasured_row,
+)
 from localgen.quant.gguf_job import GgufJob, prepare_gguf_job
 from localgen.quant.job import QuantizeJob
 from localgen.quant.mixed_job import MixedGgufJob, prepare_mixed_job
@@ -34,6 +39,8 @@ def run_quantization(request: QuantizeRequest, on_event: OnEvent) -> None:
     device = _resolve_device(request.device)
     name, folder = resolve_original(request.model)
     job = _prepare_job(request, name, folder, device, on_event)
+    if request.eval_set is not None:
+        eval_windows(folder, request.eval_set)  # raises before hours of work
     finished = job.run(on_event, resume=request.resume)
     on_event(finished)
     out = Path(finished.path)
@@ -86,6 +93,12 @@ def _prepare_job(
     assert request.recipe is not None
     prepared = prepare_quantization(folder, request.recipe, request.calibration, device)
     output = request.output or default_output(name, request.recipe, None)
+    if output.suffix.lower() == ".gguf":
+        raise InvalidRequest(
+            f"--out {output}: --{request.recipe.method} writes a folder; add --gguf TYPE for a "
+            "GGUF file, or leave out .gguf",
+            param="out",
+        )
     job = QuantizeJob(name, prepared, output)
     job.check_disk_space(resume=request.resume)
     job.report_estimate(on_event)

@@ -101,8 +101,10 @@ def test_a_queue_of_one_server_waits_as_pollaczek_and_khinchine_say() -> None:
 
 def test_a_batch_takes_the_steps_that_its_costs_say() -> None:
     request = Request(0.0, (), (Segment(1, 700),), Segment(2, 11), 700)
-    outcome = play([request], fleet=Fleet(replicas=1))
-    first_s = 2 * 0.01 + 700 * 1e-4 + 700 * 700 / 2 * 1e-8  # 512 tokens, and the rest
+    costs = replace(COSTS, first_token_s=0.03)
+    outcome = play([request], costs=costs, fleet=Fleet(replicas=1))
+    # 512 tokens, and the rest
+    first_s = 2 * 0.01 + 700 * 1e-4 + 700 * 700 / 2 * 1e-8 + 0.03
     decode_s = 10 * (0.01 + 1e-4) + 1e-7 * sum(range(700, 710))
     assert list(outcome.ttft_s) == pytest.approx([first_s])
     assert list(outcome.e2e_s) == pytest.approx([first_s + decode_s])

@@ -264,7 +264,8 @@ def test_run_that_was_stopped_in_gptq_goes_on(
 
 @pytest.mark.parametrize("step", ["calibrating", "measuring sensitivity", "converting"])
 def test_another_run_waits_outside_to_the_end(step: str, tmp_path: Path, small_model: Path) -> None:
-    out, target, refusals = tmp_path / "m.gguf", GgufTarget(bits_per_weight=5.5), []
+    out, target = tmp_path / "m.gguf", GgufTarget(bits_per_weight=5.5)
+    refusals: list[object] = []
 
     def resume_in_between(event: QuantizeEvent) -> None:
         if isinstance(event, ProgressEvent) and event.step.startswith(step) and not refusals:
@@ -439,10 +440,13 @@ def test_loss_that_no_file_meets_is_said(tmp_path: Path, small_model: Path) -> N
         lambda *_: (2 + 0.1 * len(predicted(seen))) * TARGET_KL,
     )
     job.run(seen.append, resume=False)
-    assert "is missed: this is the best of 3 files" in seen[-1].text  # type: ignore[union-attr]
+    assert "is missed by the best of 3 files" in seen[-1].text  # type: ignore[union-attr]
     # the first one was measured best
     assert len(predicted(seen)) == 4
     assert predicted(seen)[-1] == predicted(seen)[0]
+    told = [one.text for one in seen if isinstance(one, NoteEvent) and "KL" in one.text]
+    assert [text.endswith("; a better size is tried") for text in told[:3]] == [True, True, False]
+    assert told[0].startswith("KL divergence 0.001")
 
 
 def test_bounds_that_are_named_can_be_targets(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_preview_of_a_calibrated_gguf_file() -> None:
     asked = replace(GPTQ, recipe=Recipe(method="awq", group_size=32), gguf="Q4_K_M", mode="fold")
     file, calibration = [event for event in previewed(asked) if isinstance(event, EstimateEvent)]
     assert (file.description, file.memory_bytes) == ("Q4_K_M", None)
-    assert file.output == calibration.output == "tiny-Q4_K_M.gguf"
+    assert file.output == calibration.output == "tiny-awq-Q4_K_M.gguf"
     assert calibration.memory_bytes is not None
     assert calibration.output_bytes is None
 

@@ -35,8 +35,13 @@ from localgen.quant.request.form import (
     unavailable_reason,
     with_option,
 )
-from localgen.quant.request.recipe import Recipe
-from localgen.quant.request.request import EVENT_CODEC, REQUEST_CODEC, default_output
+from localgen.quant.request.recipe import CalibrationConfig, Recipe
+from localgen.quant.request.request import (
+    EVENT_CODEC,
+    REQUEST_CODEC,
+    QuantizeRequest,
+    default_output,
+)
 from localgen.quant.request.target import GgufTarget
 
 NEEDS = EstimateEvent("tiny", "awq", "out", 10, 4, 2, 100, 1000, 8, 2000)
@@ -178,6 +183,22 @@ def test_choices_have_the_names_of_advice() -> None:
 )
 def test_default_output_names(model: str, name: str) -> None:
     assert default_output(model, Recipe(method="awq"), None) == Path(name)
+
+
+def test_names_of_gguf_files_tell_methods_apart() -> None:
+    request = QuantizeRequest(
+        model="tiny",
+        gguf="q4_k_m",
+        calibration=CalibrationConfig(),
+        output=None,
+        resume=False,
+        eval_set=None,
+    )
+    names = [request.with_method([], calibrate=False).file_type]
+    names += [request.with_method([one], calibrate=False).file_type for one in ("awq", "gptq")]
+    assert names == ["Q4_K_M", "awq-Q4_K_M", "gptq-Q4_K_M"]
+    chosen = replace(request, gguf="auto", target=GgufTarget(bits_per_weight=4))
+    assert chosen.with_method(["gptq"], calibrate=False).file_type == "gptq-auto-4bpw"
 
 
 def test_gguf_output_is_named_for_its_type() -> None:

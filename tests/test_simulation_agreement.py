@@ -156,12 +156,12 @@ def test_the_cells_of_measured_prompts_are_followed() -> None:
 
 def test_the_costs_of_steps_are_found_again() -> None:
     chance = random.Random(1)
-    factors = [0.001, 2e-4, 2e-7, 5e-4, 9e-7, 4e-8]
+    factors = [0.001, 0.003, 2e-4, 2e-7, 5e-4, 9e-7, 4e-8]
     steps = []
     for _ in range(30):
         size, count, cells = chance.randint(80, 1500), chance.randint(1, 4), chance.randint(1, 20)
         computed = size * 256.0 * cells
-        steps.append(Steps(0.0, -(-size // 512), size, size * size / 2, cells=computed))
+        steps.append(Steps(0.0, -(-size // 512), 1, size, size * size / 2, cells=computed))
         context = count * chance.randint(50, 1500)
         steps.append(Steps(0.0, 1, sequences=count, context=context, cells=256.0 * count * cells))
     times = [sum(a * b for a, b in zip(factors, each.row, strict=True)) for each in steps]

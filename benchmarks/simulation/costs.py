@@ -16,10 +16,11 @@ SLOTS, BLOCKS = "slots", "blocks"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCosts:
-    """Seconds of a step: step_s + prompt_token_s for each prompt token + sequence_s for each
-    decoding sequence + context_token_s for each token in their contexts + attention_s for each
-    pair of a prompt token and a token before it + cell_s for each pair of a computed token and a
-    cell of the KV cache: llama.cpp reads the mask of all up to the last one in use, by whomever.
+    """Seconds of a step: step_s + prompt_token_s for each prompt token + first_token_s for each
+    prompt that ends in it + sequence_s for each decoding sequence + context_token_s for each token
+    in their contexts + attention_s for each pair of a prompt token and a token before it + cell_s
+    for each pair of a computed token and a cell of the KV cache: llama.cpp reads the mask of all up
+    to the last one in use, by whomever.
 
     source: what measured it. request_s: from the client to the engine and back, outside of steps.
     max_seqs, batch_tokens, itl_target_s, kv_tokens: limits of the engine. kv_bytes: of a token.
@@ -41,6 +42,7 @@ class EngineCosts:
     cache: str
     threads: int = 1
     cell_s: float = 0.0
+    first_token_s: float = 0.0
 
     def prompt_s(self, start: int, tokens: int, cells: int = 0) -> float:
         """What prompt tokens add to a step. start: tokens before them. cells: see cell_s."""

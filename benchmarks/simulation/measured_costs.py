@@ -67,7 +67,7 @@ class MeasuredCosts:
     def costs(self, first: int = 0) -> EngineCosts:
         """Steps are fitted to the rounds from this one on; what is no step is a median of all."""
         step_s, *factors = _fit(self._steps(first))
-        prompt_token_s, attention_s, sequence_s, context_token_s, cell_s = factors
+        first_token_s, prompt_token_s, attention_s, sequence_s, context_token_s, cell_s = factors
         info = self._replica.info
         options = info.options
         assert options.max_batch_tokens is not None
@@ -76,6 +76,7 @@ class MeasuredCosts:
             source=f"benchmarks.simulation.agreement, {info.description}, {self._threads} threads "
             f"of {machine()['cpu']}",
             step_s=max(step_s, 1e-6),
+            first_token_s=first_token_s,
             prompt_token_s=prompt_token_s,
             attention_s=attention_s,
             sequence_s=sequence_s,

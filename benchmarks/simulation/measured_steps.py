@@ -30,13 +30,14 @@ _SHORT_TOKENS, _DECODE_TOKENS = 40, 512
 class Steps:
     """Steps in a row.
 
-    attended: pairs of a computed prompt token and one before it. sequences, context: that decode,
-    and tokens of all of them, summed over the steps. cells: pairs of a computed token and a cell
-    that attention passes over.
+    prompts: that end in them. attended: pairs of a computed prompt token and one before it.
+    sequences, context: that decode, and tokens of all of them, summed over the steps. cells: pairs
+    of a computed token and a cell that attention passes over.
     """
 
     took_s: float
     steps: float
+    prompts: float = 0.0
     prompt_tokens: float = 0.0
     attended: float = 0.0
     sequences: float = 0.0
@@ -46,7 +47,7 @@ class Steps:
     @property
     def row(self) -> tuple[float, ...]:
         """All but the time."""
-        counts = (self.steps, self.prompt_tokens, self.attended)
+        counts = (self.steps, self.prompts, self.prompt_tokens, self.attended)
         return (*counts, self.sequences, self.context, self.cells)
 
 
@@ -85,7 +86,7 @@ class KnownCells:
             cells += tokens * self._cache.scanned_cells(uncomputed)
         self._cache.release(segments)
         attended = (request.cached_tokens + computed / 2) * computed
-        return Steps(prompt_s(request), steps, computed, attended, cells=cells)
+        return Steps(prompt_s(request), steps, 1, computed, attended, cells=cells)
 
     def answers(self, streams: Sequence[MeasuredRequest], texts: Sequence[str]) -> Steps:
         """One step of the decoding of streams that began together, when half of it is done."""

@@ -170,7 +170,10 @@ class Replica:
             return
         cells = self._scanned_cells(shares)
         work_s = self._costs.decode_s(steps, decoding, context, cells)
-        work_s += sum(self._costs.prompt_s(job.computed, tokens, cells) for job, tokens in shares)
+        for job, tokens in shares:
+            work_s += self._costs.prompt_s(job.computed, tokens, cells)
+            if tokens == job.uncomputed:
+                work_s += self._costs.first_token_s
         now_s = self._env.now
         self._run = _Run(steps, cells, work_s, work_s, now_s, self._machine.slowdown, shares)
         self._start_timer(self._run)

@@ -18,7 +18,8 @@ ModelsArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="MODEL",
-        help="Name or folder of a 16-bit model; with --compare, models of any format.",
+        help="Name or folder of a 16-bit model (default: the built-in one); with --compare, "
+        "models of any format.",
         autocompletion=complete_model,
     ),
 ]

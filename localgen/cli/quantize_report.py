@@ -168,7 +168,7 @@ class QuantizePrinter:
         if kind is KeyboardInterrupt and self._result is not None:
             tables.print_notice(
                 f"{self._result.path} is complete but not evaluated: "
-                "localgen quantize --compare evaluates it"
+                f"localgen quantize --compare ORIGINAL {self._result.path} evaluates it"
             )
 
     def __call__(self, event: QuantizeEvent) -> None:

@@ -15,7 +15,7 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.messages import MessageCodec
 from localgen.hub.resolve import is_path
 from localgen.quant.request.events import FailedEvent, QuantizeEvent
-from localgen.quant.request.gguf_types import AUTO
+from localgen.quant.request.gguf_types import AUTO, resolve_gguf_type
 from localgen.quant.request.recipe import (
     LEARNING_METHODS,
     CalibrationConfig,
@@ -29,6 +29,7 @@ from localgen.quant.request.target import GgufTarget
 
 # the scale search of a calibrated GGUF file rounds with this recipe in place of the file's type,
 # whose groups have 32 weights or fewer
+_WHOLE_ROW = -1  # as a group size
 GGUF_CALIBRATION_RECIPE = Recipe(method="awq", bits=4, group_size=32)
 
 
@@ -60,8 +61,16 @@ class QuantizeRequest:
 
     @property
     def file_type(self) -> str | None:
-        """Of a GGUF file, as in the default name of the result; None for a folder."""
-        return self.gguf if self.target is None else f"{AUTO}-{self.target.label}"
+        """Of a GGUF file, as in the default name of the result; None for a folder.
+
+        Raises InvalidRequest for an unknown type.
+        """
+        if self.gguf is None:
+            return None
+        method = {"fold": "awq-", "gguf": "gptq-"}.get(self.mode, "")
+        if self.target is not None:
+            return f"{method}{AUTO}-{self.target.label}"
+        return method + resolve_gguf_type(self.gguf)
 
     def with_method(
         self,
@@ -75,7 +84,7 @@ class QuantizeRequest:
     ) -> QuantizeRequest:
         """Copy with the recipe and mode that the options mean, or None for the method's default.
 
-        group_size: negative for a whole row. calibrate: calibration was requested explicitly.
+        group_size: -1 for a whole row. calibrate: calibration was requested explicitly.
         Raises InvalidRequest for no method, or options that exclude each other.
         """
         _check_options(methods, self.gguf, bits, group_size, act_order)
@@ -101,7 +110,7 @@ class QuantizeRequest:
         recipe = Recipe(
             method=methods[0],
             bits=bits,
-            group_size=128 if group_size is None else group_size if group_size > 0 else None,
+            group_size=None if group_size == _WHOLE_ROW else group_size or 128,
             desc_act=act_order is not False,
             rounding_steps=rounding_steps,
         )
@@ -127,6 +136,11 @@ def _check_options(
         raise InvalidRequest("--act-order and --no-act-order go with --gptq")
     if group_size is not None and (gguf is not None or methods[0] in ("fp8", "smoothquant")):
         raise InvalidRequest("--group-size goes with --awq, --gptq and --rtn, without --gguf")
+    if group_size is not None and group_size < 1 and group_size != _WHOLE_ROW:
+        raise InvalidRequest(
+            f"--group-size: a group has 8 inputs or more, and -1 is a whole row; not {group_size}",
+            param="group_size",
+        )
     if gguf is not None and bits is not None:
         raise InvalidRequest("--bits and --gguf exclude each other: the file type sets the bits")
     if gguf is not None and list(methods) not in ([], ["awq"], ["gptq"]):
