@@ -30,6 +30,7 @@ from localgen.machine.python_process import python_command, python_environment
 from localgen.quant.files.safetensors_writer import StreamedTensor, write_safetensors
 
 _METHODS = "rtn,fp8,awq,gptq"
+_UNCALIBRATED = ("rtn", "fp8")
 _MIXED = "gguf-auto"
 _PIECE_ROWS = 4096
 _QUICK = ("--samples", "4", "--seq-len", "64")
@@ -79,7 +80,7 @@ def main() -> None:
         model = random_folder(shape, Path(place))
         found = []
         for method in asked.methods.split(","):
-            found.append(measured(method, model, more))
+            found.append(measured(method, model, () if method in _UNCALIBRATED else more))
             print(found[-1].row, flush=True)
     if not asked.quick:
         _save(found, more, asked.output)

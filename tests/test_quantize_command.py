@@ -318,7 +318,8 @@ def test_the_benchmark_runs(
 ) -> None:
     from benchmarks import quantize
 
-    monkeypatch.setattr(sys, "argv", ["quantize", "--quick", "--methods", "gptq"])
+    monkeypatch.setattr(sys, "argv", ["quantize", "--quick", "--methods", "rtn,gptq"])
     quantize.main()
-    *_, row = capfd.readouterr().out.splitlines()
+    *_, plain, row = capfd.readouterr().out.splitlines()
+    assert plain.startswith("| rtn | 2 | ")
     assert row.startswith("| gptq | 2 | ")
