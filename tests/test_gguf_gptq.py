@@ -209,7 +209,7 @@ def test_linears_without_codes_are_told(tmp_path: Path) -> None:
     folder, seen = model_folder("llama", tmp_path / "model"), list[QuantizeEvent]()
     make(folder, "Q2_K", tmp_path / "ours.gguf", on_event=seen.append)
     told = [one.text for one in seen if isinstance(one, NoteEvent)]
-    assert told == ["GPTQ leaves 3 of 21 linears to ggml: F16 has no codes to choose"]
+    assert told == ["GPTQ leaves 3 of 21 linears, in F16 without codes, to ggml"]
 
 
 @pytest.mark.parametrize("file_type", ["IQ4_XS", "Q8_0", "F16", "Q2_K_S", "MXFP4_MOE"])

@@ -65,8 +65,7 @@ class GgufRounding:
         if not uncoded:
             return ""
         count, types = sum(kinds[kind] for kind in uncoded), ", ".join(uncoded)
-        total = kinds.total()
-        return f"GPTQ leaves {count} of {total} linears to ggml: {types} has no codes to choose"
+        return f"GPTQ leaves {count} of {kinds.total()} linears, in {types} without codes, to ggml"
 
     def round_layer(self, layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
         """Round all linears, after `prepare`. Raises as gptq_targets."""
