@@ -123,7 +123,7 @@ class QuantizeJob:
             )
 
     def _smaller_choice(self) -> str:
-        """What takes less memory."""
+        """Options that take less memory, for an error."""
         if self.prepared.recipe.rounding_steps and self.mode in ("round", "gguf"):
             return "--rounding-steps 0 needs less"
         return "--rtn or --fp8 need less" if self.mode == "round" else "use --gguf Q4_K_M alone"
