@@ -85,7 +85,6 @@ class MixedGgufJob:
         self._mixture: Mixture = {}
         self._estimated_bytes = 0
         self._estimated_s = self._probes_s = 0.0
-        self._is_calibrated = False
         self._stopped: StoppedEvent | None = None  # in GPTQ
 
     def report_estimate(self, on_event: OnEvent) -> None:
@@ -160,7 +159,6 @@ class MixedGgufJob:
         with job.opened(on_event, resume=resume, stopped=self._stopped_event):
             job.run_layers(on_event)
             started_s = time.monotonic()
-            self._is_calibrated = True
             losses = self._probes.run(on_event)
             self._probes_s = time.monotonic() - started_s
             self._options = {
@@ -289,7 +287,7 @@ class MixedGgufJob:
         )
 
     def _stopped_event(self) -> StoppedEvent | None:
-        if not self._is_calibrated:
+        if self.calibration.work_folder.num_done_layers < self.calibration.num_layers:
             return None
         groups = self._probes.num_done, self._probes.num_groups
         return self._stopped or StoppedEvent(*groups, "groups of tensors")
