@@ -214,10 +214,11 @@ class MainScreen(Screen[None]):
         prompt.set_text(text)
         prompt.action_send()
 
-    def put_before(self, active: ActiveSession, text: str, *, after: str = "") -> None:
+    def put_before(self, active: ActiveSession, text: str, *, after: str = "") -> str:
         """Put text before what is in the prompt: a refused prompt of that session, for example.
 
-        after: text at its beginning that stays there, if it still is.
+        after: text at the beginning of the prompt that stays there, if it still is. Returns what
+        is before the user's own text now.
         """
         typed = self.typed_text(active)
         start = after if typed.startswith(after) else ""
@@ -225,9 +226,10 @@ class MainScreen(Screen[None]):
         active.unsent_prompt = start + f"{text}\n{typed}".removesuffix("\n")
         if self._has_prompt(active):
             self.query_one(Prompt).set_text(active.unsent_prompt)
+        return start + text
 
     def typed_text(self, active: ActiveSession) -> str:
-        """What is typed in a session, and not sent."""
+        """The text of a session's prompt that is not sent."""
         if self._has_prompt(active):
             return self.query_one(Prompt).full_text
         return active.unsent_prompt

@@ -358,10 +358,9 @@ class SessionActions:
     def put_waiting_output(self, opened: ActiveSession) -> None:
         """Put the output of the shell into the prompt, whatever is there."""
         if outputs := self._waiting_outputs.pop(opened.id, []):
-            text, earlier = "".join(outputs), self._put_outputs.get(opened.id, "")
-            self._main_screen.put_before(opened, text, after=earlier)
-            is_after = self._main_screen.typed_text(opened).startswith(earlier)
-            self._put_outputs[opened.id] = earlier + text if is_after else text
+            earlier = self._put_outputs.get(opened.id, "")
+            put = self._main_screen.put_before(opened, "".join(outputs), after=earlier)
+            self._put_outputs[opened.id] = put
 
     async def _until_not_a_command(self, opened: ActiveSession, line: str) -> None:
         """Wait until the prompt has no unfinished command, which text before it would change."""
