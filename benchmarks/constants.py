@@ -22,11 +22,12 @@ from unittest import mock
 import torch
 
 from benchmarks.evaluated_model import TextSizes, opened_model
+from benchmarks.gptaq import Gptaq
 from benchmarks.measure import ModelLine, Report, command, table
 from benchmarks.quality import Losses, recipe_for
 from localgen.config import BUILT_IN_MODEL
 from localgen.hub.packaged import PACKAGED_MODELS, packaged_model
-from localgen.quant.methods import awq, grid
+from localgen.quant.methods import awq, grid, layer
 from localgen.quant.request.recipe import Recipe
 
 
@@ -49,6 +50,13 @@ class Variant:
 def shrinks(least: float, steps: int) -> tuple[float, ...]:
     """Fractions of a group's range from 1 to `least` at equal distances."""
     return tuple(1.0 - (1.0 - least) * step / steps for step in range(steps + 1))
+
+
+def gptaq(share: float) -> Variant:
+    """The term of GPTAQ, whose published share is 0.25, in place of localgen's correction."""
+    other = Gptaq()
+    constants = {"correct_inputs": other.correct_inputs, "round_gptq": other.round_gptq}
+    return Variant({"asymmetry": share}, layer, constants)
 
 
 RANGES = {
@@ -77,6 +85,9 @@ VARIANTS: dict[str, dict[str, Variant]] = {
         "asymmetry 0": Variant({"asymmetry": 0.0}),
         "asymmetry 0.25": Variant({"asymmetry": 0.25}),
         "asymmetry 1": Variant({"asymmetry": 1.0}),
+        "GPTAQ 0.25": gptaq(0.25),
+        "GPTAQ 0.5": gptaq(0.5),
+        "GPTAQ 1": gptaq(1.0),
         **RANGES,
     },
 }
@@ -84,15 +95,24 @@ DEFAULT = "default"
 SIZES = {"tiny": TextSizes(16, 24), "smollm2": TextSizes(12, 18)}
 
 
-def measured(only: str | None) -> Iterator[tuple[str, str, Recipe]]:
-    """Yield the key, the variant's name and the recipe of each run, the default first."""
+def measured(only: str | None, variants: str | None) -> Iterator[tuple[str, str, Recipe]]:
+    """Yield the key, the variant's name and the recipe of each run, the default first.
+
+    only, variants: beginnings of keys and names, with commas; None for all.
+    """
     for method in ("awq", "gptq"):
-        for bits in (4, 3):
+        for bits in (4, 3, 2):
             key = f"{method}-{bits}"
-            if only is None or key.startswith(tuple(only.split(","))):
+            if _is_wanted(key, only):
                 recipe = Recipe(method="awq" if method == "awq" else "gptq", bits=bits)
-                for name in (DEFAULT, *VARIANTS[method]):
-                    yield key, name, recipe
+                yield key, DEFAULT, recipe
+                for name in VARIANTS[method]:
+                    if _is_wanted(name, variants):
+                        yield key, name, recipe
+
+
+def _is_wanted(name: str, beginnings: str | None) -> bool:
+    return beginnings is None or name.startswith(tuple(beginnings.split(",")))
 
 
 def row(losses: Losses, key: str, name: str) -> tuple[str, ...]:
@@ -111,7 +131,8 @@ def row(losses: Losses, key: str, name: str) -> tuple[str, ...]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.constants", description=__doc__)
     parser.add_argument("--model", choices=PACKAGED_MODELS, default=BUILT_IN_MODEL)
-    parser.add_argument("--only", help="prefixes of awq-4, awq-3, gptq-4, gptq-3, with commas")
+    parser.add_argument("--only", help="prefixes of awq-4, awq-3, … gptq-2, with commas")
+    parser.add_argument("--variants", help="beginnings of their names, with commas")
     parser.add_argument("--windows", type=int, help="windows of the held-out text")
     parser.add_argument("--text", type=Path, help="measure on this text instead, to choose")
     parser.add_argument("--output", type=Path, help="result file")
@@ -119,13 +140,13 @@ def main(arguments: list[str] | None = None) -> int:
     sizes = SIZES[options.model]
     sizes = replace(sizes, held_out=options.windows or sizes.held_out)
     line = ModelLine(f"localgen {options.model}", packaged_model(options.model).size_bytes, 0)
-    report = Report(line, 1, options.only is not None, torch.get_num_threads(), {})
+    report = Report(line, 1, bool(options.only or options.variants), torch.get_num_threads(), {})
     report.commands.append(command("benchmarks.constants", arguments))
     rows = []
     with opened_model(options.model, sizes, options.text) as model:
         report.model = replace(line, params=model.spec.num_params)
         losses = Losses(model.losses(None), model.domains)
-        for key, name, recipe in measured(options.only):
+        for key, name, recipe in measured(options.only, options.variants):
             variant = VARIANTS[recipe.method].get(name, Variant())
             with variant.applied(recipe_for(options.model, recipe)) as changed:
                 losses.found[f"{key}, {name}"] = model.losses(changed)

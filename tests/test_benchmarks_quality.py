@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from benchmarks import constants, quality
 from benchmarks.evaluated_model import TextSizes
+from benchmarks.gptaq import Gptaq
 from benchmarks.measure import ModelLine, Report
 from benchmarks.quality import Losses, enter
 from localgen.quant.evaluate import EvalMetrics
+from localgen.quant.files.packing import GroupedWeight
 from localgen.quant.methods import grid
+from localgen.quant.methods.gptq import factor_hessian, gptq_grid, round_gptq
+from localgen.quant.methods.grid import QuantGrid
 from localgen.quant.request.recipe import Recipe
 
 DOMAINS = ("prose",) * 6 + ("code",) * 6
@@ -68,14 +75,47 @@ def test_a_variant_changes_one_constant_and_restores_it() -> None:
 
 
 def test_every_variant_differs_from_its_default() -> None:
-    for key, name, recipe in constants.measured("awq-4,gptq-3"):
+    for key, name, recipe in constants.measured("awq-4,gptq-3", None):
         if name == constants.DEFAULT:
             continue
         variant = constants.VARIANTS[recipe.method][name]
         current = {one: getattr(variant.module, one) for one in variant.constants}
-        assert current != variant.constants or variant.fields, key
-        for one, value in variant.fields.items():
-            assert getattr(recipe, one) != value, (key, name)
+        changed = [one for one, value in variant.fields.items() if getattr(recipe, one) != value]
+        assert current != variant.constants or changed, (key, name)
+        assert variant.constants or changed == list(variant.fields), (key, name)
+
+
+def test_variants_are_chosen_by_the_beginnings_of_their_names() -> None:
+    found = [name for _, name, _ in constants.measured("gptq-2", "GPTAQ,damping 0.1")]
+    assert found == [constants.DEFAULT, "damping 0.1", "GPTAQ 0.25", "GPTAQ 0.5", "GPTAQ 1"]
+
+
+def test_gptaq_corrects_each_input_in_those_that_follow() -> None:
+    torch.manual_seed(1)
+    weight, inputs = torch.randn(4, 16), torch.randn(64, 16)
+    factor = factor_hessian(inputs.T @ inputs, damping=0.01, desc_act=True, name="a linear")
+    mismatch = 0.1 * torch.randn(16, 64) @ inputs
+    order, upper, other = factor.column_order, factor.inverse_upper, Gptaq()
+    grid_of_groups = gptq_grid(weight, Recipe(method="gptq", group_size=8))
+    fine = QuantGrid(torch.full((4, 1, 1), 1e-6), torch.full((4, 1, 1), 2.0**23), 24)
+    assert other.correct_inputs(weight, mismatch, factor, 0.25) is weight
+    led_on = (mismatch[order][:, order] @ upper.T).triu(1) @ upper
+    expected = torch.linalg.solve(torch.eye(16) - 0.25 * led_on.T, weight[:, order].T).T
+    seen: list[Tensor] = []
+    rounded = other.round_gptq(weight, grid_of_groups, factor)
+
+    def keep(_: QuantGrid, groups: Tensor) -> GroupedWeight:
+        seen.append(groups)
+        return rounded
+
+    with mock.patch.object(QuantGrid, "round", keep):
+        other.round_gptq(weight, fine, factor)
+    found = seen[0].flatten(1)
+    assert torch.allclose(found[:, order], expected, atol=1e-4)
+    assert not torch.allclose(found, weight, atol=1e-2)
+    other.correct_inputs(weight, mismatch, factor, 0.0)
+    alike = other.round_gptq(weight, grid_of_groups, factor).codes
+    assert torch.equal(alike, round_gptq(weight, grid_of_groups, factor).codes)
 
 
 def test_constants_are_compared_on_another_text(
