@@ -15,6 +15,7 @@ from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
 from localgen.quant.files.work_folder import WorkFolder, require_parent_folder
 from localgen.quant.gguf.code_bits import num_bits
 from localgen.quant.gguf.gptq_rounding import GgufRounding
+from localgen.quant.gguf.imatrix import gptq_imatrix_keys
 from localgen.quant.gguf.requantize import estimate_gguf_bytes, make_gguf
 from localgen.quant.job import QuantizeJob
 from localgen.quant.preflight import (
@@ -113,8 +114,12 @@ def _with_gptq(
     folder = job.source.folder
     prepared = prepare_quantization(folder, recipe, request.calibration, device)
 
+    windows = prepared.windows
+    assert windows is not None
+    keys = gptq_imatrix_keys(job.source.spec, windows.source, len(windows.ids))
+
     def make_file(path: Path) -> None:
-        make_gguf(folder, path, job.file_type, on_event=on_event)
+        make_gguf(folder, path, job.file_type, extra_keys=keys, on_event=on_event)
 
     unfinished = unfinished_file(job.output)
     rounding = GgufRounding(job.source.spec, job.file_type, unfinished, make_file)

@@ -117,17 +117,25 @@ def test_only_codes_differ_from_llama_cpps_file(
     plain, ours = tmp_path / "plain.gguf", tmp_path / "ours.gguf"
     make_gguf(TINY, plain, "Q3_K_M")
     before, after = tensors(plain), tensors(make(TINY, "Q3_K_M", ours))
-    assert plain.stat().st_size == ours.stat().st_size
+    # metadata about the calibration text
+    added = next(iter(after.values())).offset - next(iter(before.values())).offset
+    assert 0 < added == ours.stat().st_size - plain.stat().st_size < 1000
     assert before.keys() == after.keys()
     changed = set()
     for name, tensor in before.items():
-        assert (tensor.type_name, tensor.offset) == (after[name].type_name, after[name].offset)
+        assert tensor.type_name == after[name].type_name
+        assert tensor.offset + added == after[name].offset
         if not np.array_equal(tensor.data, after[name].data):
             changed.add(name.split(".")[-2])
     assert changed == {
         *("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
     }
     assert "42" in open_model(ours).greedy(QUESTION)
+    reader, key = GgufReader(ours), "quantize.imatrix."
+    assert reader.value(key + "dataset") == "built-in text"
+    assert reader.value(key + "entries_count") == 7 * read_hf_config(TINY).num_layers
+    assert reader.value(key + "chunks_count") == 4
+    assert key + "file" not in reader, "there is none"
 
 
 def weights(found: Tensors, name: str) -> Any:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.gguf.reader import GgufReader
-from localgen.backends.formats.hf.tensor_names import expected_shapes
+from localgen.backends.formats.hf.tensor_names import expected_shapes, linear_shapes
 from localgen.quant.gguf.names import GgufNameMap
 
 Array = NDArray[np.float32]
@@ -150,3 +150,15 @@ def imatrix_keys(path: Path) -> dict[str, str | int]:
     if _CHUNK_COUNT in reader:
         keys[_CHUNKS_KEY] = int(reader.value(_CHUNK_COUNT))
     return keys
+
+
+def gptq_imatrix_keys(spec: ModelSpec, dataset_name: str, num_chunks: int) -> dict[str, str | int]:
+    """As imatrix_keys for a file whose layers GPTQ rounds: it keeps the importance of their inputs
+    in no file, so that key is missing."""
+    names = GgufNameMap(spec)
+    entries = {
+        names.gguf_name(f"model.layers.{index}.{linear}").name
+        for index in range(spec.num_layers)
+        for linear in linear_shapes(spec)
+    }
+    return {_DATASET_KEY: dataset_name, _ENTRIES_KEY: len(entries), _CHUNKS_KEY: num_chunks}

@@ -41,6 +41,7 @@ def make_gguf(
     imatrix: ImatrixSource | Path | None = None,
     dataset_name: str = "",
     chunk_tokens: int | None = None,
+    extra_keys: Mapping[str, str | int] = MappingProxyType({}),
     on_event: OnEvent = lambda event: None,
 ) -> None:
     """Write the model folder `source` as the GGUF file `target` of any type, atomically.
@@ -48,7 +49,7 @@ def make_gguf(
     file_type: as in gguf_types, in any case. types: ggml types by tensor name, for tensors that do
     not follow the file type. override_folder: as in convert_to_gguf. imatrix: the importance of the
     linears, or an importance matrix file of llama.cpp; ignored for F32, F16, BF16 and Q8_0 without
-    `types`. dataset_name, chunk_tokens: as in write_imatrix.
+    `types`. dataset_name, chunk_tokens: as in write_imatrix. extra_keys: as in convert_to_gguf.
 
     A folder `.NAME.work` next to `target` has the 16-bit file meanwhile; the next run deletes what
     a killed run left there.
@@ -65,7 +66,14 @@ def make_gguf(
     if not source.is_dir():
         raise ModelNotFound(f"{source} is not a folder")
     if name in DIRECT_TYPES and not types:
-        convert_to_gguf(source, target, name, override_folder=override_folder, on_event=on_event)
+        convert_to_gguf(
+            source,
+            target,
+            name,
+            override_folder=override_folder,
+            extra_keys=extra_keys,
+            on_event=on_event,
+        )
         return
     spec = read_hf_config(source)
     check_convertible(source / "config.json", spec)
@@ -87,7 +95,7 @@ def make_gguf(
             wide,
             half,
             override_folder=override_folder,
-            extra_keys=None if matrix is None else imatrix_keys(matrix),
+            extra_keys={**extra_keys, **({} if matrix is None else imatrix_keys(matrix))},
             on_event=on_event,
         )
         result = work / "result.gguf"
