@@ -40,7 +40,7 @@ _QUICK = ("--samples", "4", "--seq-len", "64")
 class QuantizeFigures:
     """Figures of a run of `localgen quantize`.
 
-    estimated_layer_s: said before the run; None for methods that say none.
+    estimated_layer_s: said before the run; None for few layers.
     peak_bytes: peak resident memory of the process, from the command's report. The parent cannot
     measure it, because a child's maximum is never below the parent's.
     """
@@ -55,8 +55,10 @@ class QuantizeFigures:
     @property
     def row(self) -> str:
         ratio = self.estimated_bytes / self.peak_bytes
+        said = "" if self.estimated_layer_s is None else f"{self.estimated_layer_s:.1f}"
         return (
-            f"| {self.method} | {self.layers} | {self.layer_s:.1f} | {self.peak_bytes / 1e9:.2f} | "
+            f"| {self.method} | {self.layers} | {self.layer_s:.1f} | {said} | "
+            f"{self.peak_bytes / 1e9:.2f} | "
             f"{self.estimated_bytes / 1e9:.2f} ({ratio - 1:+.0%}) |"
         )
 
@@ -75,7 +77,8 @@ def main() -> None:
     shape = SHAPES["quick" if asked.quick else "1b"]
     shape = replace(shape, layers=asked.layers or shape.layers)
     more = _QUICK if asked.quick else ("--samples", asked.samples, "--seq-len", asked.seq_len)
-    print("| method | layers | s a layer | peak GB | estimated GB |\n|---|---:|---:|---:|---:|")
+    print("| method | layers | s a layer | estimated s | peak GB | estimated GB |")
+    print("|---|---:|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as place:
         model = random_folder(shape, Path(place))
         found = []
@@ -100,12 +103,14 @@ def measured(method: str, model: Path, more: tuple[str, ...]) -> QuantizeFigures
     record = json.loads(ran.stdout)
     if is_mixed:
         return _mixed_figures(record["mixture"])
+    estimated_s = record["estimated_s"]
     return QuantizeFigures(
         method=method,
         layers=record["layers"],
         layer_s=record["layer_s"],
         peak_bytes=record["peak_bytes"],
         estimated_bytes=round(record["estimated_bytes"]),
+        estimated_layer_s=None if estimated_s is None else estimated_s / record["layers"],
     )
 
 

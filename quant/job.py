@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from localgen.backends.memory.system import (
     peak_memory_bytes,
     total_memory_bytes,
 )
-from localgen.backends.units import format_size
+from localgen.backends.units import format_elapsed, format_size
 from localgen.quant.calibrate.activations import ActivationFiles
 from localgen.quant.calibrate.importance import (
     collect_importance,
@@ -34,11 +36,13 @@ from localgen.quant.calibrate.layer_forward import (
     LayerInputs,
     embed_windows,
 )
+from localgen.quant.calibrate.passes import iter_layer_stats
 from localgen.quant.estimate import ResourceEstimate, estimate_resources
 from localgen.quant.files.packing import pack_linear, packing_layout
 from localgen.quant.files.safetensors_writer import streamed_tensor, write_safetensors
 from localgen.quant.files.work_folder import WorkFolder
 from localgen.quant.gguf.gptq_rounding import GgufRounding
+from localgen.quant.layer_trial import TRIAL_STEPS, estimate_layer_s
 from localgen.quant.methods.layer import QuantizedLayer, fold_layer, quantize_layer
 from localgen.quant.preflight import PreparedQuantization, check_finite_and_checksum
 from localgen.quant.request.events import (
@@ -50,9 +54,11 @@ from localgen.quant.request.events import (
     StoppedEvent,
     UnfinishedEvent,
 )
-from localgen.quant.request.recipe import LayerMode
+from localgen.quant.request.recipe import LayerMode, Recipe
 from localgen.quant.result_folder import describe_recipe, write_sidecar_files
 
+# a trial takes too large a part of fewer
+_MIN_TIMED_LAYERS = 4
 _MODE_DESCRIPTIONS = {
     "fold": "awq's scales folded in, and an importance matrix for llama.cpp",
     "observe": "an importance matrix for llama.cpp",
@@ -226,9 +232,10 @@ class QuantizeJob:
             self._write_non_layer_tensors()
         states = self._open_activations("states")
         originals = None
-        if self.prepared.recipe.needs_originals and self.mode != "observe":
+        if self._compares_originals:
             originals = self._open_activations("original-states")
         step = "quantizing" if self.mode in ("round", "gguf") else "calibrating"
+        estimated_s = self._report_time(step, states, on_event)
         started_s = time.monotonic()
         for index in range(resumed, self.num_layers):
             on_event(ProgressEvent(step, index, self.num_layers, "layers"))
@@ -246,10 +253,41 @@ class QuantizeJob:
             layers=self.num_layers,
             resumed=resumed,
             seconds=seconds,
+            estimated_s=estimated_s,
             layer_s=seconds / max(1, self.num_layers - resumed),
             peak_bytes=peak_memory_bytes(),
             estimated_bytes=self.estimate.peak_bytes,
         )
+
+    @property
+    def _compares_originals(self) -> bool:
+        return self.prepared.recipe.needs_originals and self.mode != "observe"
+
+    @torch.no_grad()
+    def _report_time(
+        self, step: str, states: ActivationFiles | None, on_event: OnEvent
+    ) -> float | None:
+        """Emit a note with the seconds of all layers that are left, and return them; None for few
+        layers."""
+        index, prepared = self.work_folder.num_done_layers, self.prepared
+        left = self.num_layers - index
+        if left < _MIN_TIMED_LAYERS:
+            return None
+        on_event(ProgressEvent("timing a layer", 0, 1, "steps"))
+        steps = prepared.recipe.rounding_steps
+        recipe = replace(prepared.recipe, rounding_steps=min(steps, TRIAL_STEPS))
+        windows = 0 if prepared.windows is None else len(prepared.windows.ids)
+        seconds = left * estimate_layer_s(
+            lambda: self._read_layer(index, states, None),
+            self._collect_statistics,
+            lambda layer: self._compute_layer(layer, recipe),
+            device=prepared.device,
+            num_batches=-(-windows // self.estimate.batch_windows),
+            num_passes=2 if self._compares_originals else 1,
+            num_steps=steps,
+        )
+        on_event(NoteEvent(f"{step} {left} layers takes about {format_elapsed(seconds)}"))
+        return seconds
 
     @torch.no_grad()
     def _process_layer(
@@ -257,33 +295,17 @@ class QuantizeJob:
     ) -> None:
         """originals: states of the original model; None if the recipe does not compare them."""
         prepared = self.prepared
-        spec, device = prepared.source.spec, prepared.device
-        dtype = calibration_dtype(device, spec.hidden_size)
-        forward = LayerForward(spec, prepared.seq_len, device, dtype)
+        layer = self._read_layer(index, states, originals)
+        forward, device = layer.forward, prepared.device
 
         def advance(files: ActivationFiles, tensors: LayerTensors) -> None:
             files.advance(index, lambda hidden: forward.run(index, tensors, hidden.to(device)))
 
-        def inputs(files: ActivationFiles | None, at: int = index) -> LayerInputs:
-            return lambda: (
-                batch.to(device) for batch in (() if files is None else files.batches(at))
-            )
-
-        tensors = prepared.source.read_layer(index, device)
         is_last = index + 1 == self.num_layers
         if originals is not None and (prepared.recipe.rounding_steps or not is_last):
-            advance(originals, tensors)
-        found = self._compute_layer(
-            CalibrationLayer(
-                index,
-                tensors,
-                inputs(states),
-                forward,
-                inputs(originals),
-                inputs(originals, index + 1),
-            )
-        )
-        del tensors  # the original weights are freed before the next step
+            advance(originals, layer.tensors)
+        found = self._compute_layer(layer, prepared.recipe)
+        del layer  # the original weights are freed before the next step
         # the next layer gets the output of the written weights, bit for bit
         kept = {name: tensor.to(prepared.dtype) for name, tensor in found.tensors.items()}
         if states is not None and not is_last:
@@ -296,18 +318,45 @@ class QuantizeJob:
             if files is not None:
                 files.delete(index)
 
-    def _compute_layer(self, layer: CalibrationLayer) -> QuantizedLayer:
+    def _read_layer(
+        self, index: int, states: ActivationFiles | None, originals: ActivationFiles | None
+    ) -> CalibrationLayer:
+        source, device = self.prepared.source, self.prepared.device
+        dtype = calibration_dtype(device, source.spec.hidden_size)
+
+        def inputs(files: ActivationFiles | None, at: int = index) -> LayerInputs:
+            return lambda: (
+                batch.to(device) for batch in (() if files is None else files.batches(at))
+            )
+
+        return CalibrationLayer(
+            index,
+            source.read_layer(index, device),
+            inputs(states),
+            LayerForward(source.spec, self.prepared.seq_len, device, dtype),
+            inputs(originals),
+            inputs(originals, index + 1),
+        )
+
+    def _compute_layer(self, layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
         match self.mode:
             case "round":
-                return quantize_layer(layer, self.prepared.recipe)
+                return quantize_layer(layer, recipe)
             case "fold":
-                folded = fold_layer(layer, self.prepared.recipe)
+                folded = fold_layer(layer, recipe)
                 return QuantizedLayer(folded.tensors, importance=folded.importance)
             case "observe":
                 return QuantizedLayer(layer.tensors, importance=collect_importance(layer))
             case "gguf":
                 assert self._rounding is not None
-                return self._rounding.round_layer(layer, self.prepared.recipe)
+                return self._rounding.round_layer(layer, recipe)
+
+    def _collect_statistics(self, layer: CalibrationLayer) -> None:
+        """All that _compute_layer reads of the calibration text before it rounds."""
+        if self.mode == "observe":
+            collect_importance(layer)
+        else:
+            deque(iter_layer_stats(layer, self.prepared.recipe), maxlen=0)
 
     def _write_layer(self, index: int, unquantized: LayerTensors, layer: QuantizedLayer) -> None:
         if self.mode in ("fold", "observe"):

@@ -136,15 +136,13 @@ class MixedGgufJob:
         return f", codes by gptq{learned}"
 
     def _report_time(self, on_event: OnEvent) -> None:
-        self._estimated_s, pass_s = self._probes.estimate_s()
-        passes = 2 * self._source.spec.num_layers  # once for the statistics
-        calibration_s = passes * pass_s * self._windows.ids.numel() / self._probes.num_probe_tokens
+        self._estimated_s = self._probes.estimate_s()
         on_event(
             NoteEvent(
-                f"about {format_elapsed(calibration_s)} for the importance matrix and "
-                f"{format_elapsed(self._estimated_s)} to measure {self._probes.num_groups} groups "
-                f"of tensors on {self._probes.num_probe_tokens:,} tokens"
-                + ("; then GPTQ, layer by layer, for each file" if self._by_gptq else "")
+                f"measuring {self._probes.num_groups} groups of tensors on "
+                f"{self._probes.num_probe_tokens:,} tokens takes about "
+                f"{format_elapsed(self._estimated_s)}, after the importance matrix"
+                + (" and before GPTQ" if self._by_gptq else "")
             )
         )
 

@@ -382,7 +382,9 @@ def test_gptq_with_a_target(
     err = capsys.readouterr().err
     assert "types chosen by loss for 3.2 bits per weight, codes by gptq" in err
     assert "their rounding learned in 2 steps" in err
-    assert "; then GPTQ, layer by layer, for each file" in err
+    assert "after the importance matrix and before GPTQ" in err
+    assert "calibrating 6 layers takes about" in err
+    assert "quantizing 6 layers takes about" in err
     assert " before GPTQ; types by layer:" in err
     assert " on the calibration text before GPTQ, measured " in err
     written = gguf.GGUFReader(tmp_path / "a.gguf").tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,6 +64,8 @@ def test_folder_is_quantized_and_evaluated(
     assert first.split()[0] == "tiny"
     assert second.split()[0] == "tiny-gptq-4bit"
     assert "needs about" in err
+    assert re.search(r"quantizing 6 layers takes about \d", err)
+    assert re.search(r"6 layers in \d+ s \(estimated \d+ s\), peak", err)
     card = (tmp_path / "tiny-gptq-4bit/README.md").read_text()
     assert "4 sequences of 64 tokens, built-in text" in card
     assert "| tiny-gptq-4bit |" in card
@@ -76,6 +79,8 @@ def test_json_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert row["kl"] > 0
     assert row["size_bytes"] < original_row["size_bytes"]
     assert record["layers"] == 6
+    assert record["layer_s"] == pytest.approx(record["seconds"] / 6)
+    assert record["estimated_s"] > 0
 
 
 def test_the_estimate_of_the_peak_memory(whole: tuple[Path, dict[str, float]]) -> None:

@@ -54,7 +54,7 @@ EVENTS: tuple[QuantizeEvent | FailedEvent, ...] = (
     ),
     ProgressEvent("measuring tïny", 1, 2, "steps"),
     NoteEvent("a\nb"),
-    FinishedEvent("out", 6, 0, 1.5, 0.2, 7, 8),
+    FinishedEvent("out", 6, 0, 1.5, None, 0.2, 7, 8),
     FinishedEvent("out.gguf"),
     EvalEvent((EvalRow("a", "/a", 1, 16.0), EvalRow("b", "/b", 2, 4.0, 1.5, 0.1, None))),
     StoppedEvent(3, 6),

@@ -74,6 +74,8 @@ ROWS = (
 BEGUN: tuple[Step, ...] = (
     NEEDS,
     ProgressEvent("checking weights", 22_976_512, 22_976_512, "bytes"),
+    ProgressEvent("timing a layer", 0, 1, "steps"),
+    NoteEvent("quantizing 6 layers takes about 58 s"),
     ProgressEvent("quantizing", 0, 6, "layers"),
     10.0,
     ProgressEvent("quantizing", 1, 6, "layers"),
@@ -83,7 +85,7 @@ BEGUN: tuple[Step, ...] = (
 NEVER = threading.Event()
 RUNNING: tuple[Step, ...] = (*BEGUN, NEVER)
 DONE: tuple[Step, ...] = (
-    FinishedEvent("tiny-awq-4bit", 6, 0, 62.0, 10.3, 512_000_000, 534_000_000),
+    FinishedEvent("tiny-awq-4bit", 6, 0, 62.0, 58.0, 10.3, 512_000_000, 534_000_000),
     NoteEvent(
         "it runs on GPUs (no NVIDIA GPU was found here); --backend cuda --device cpu runs it"
     ),

@@ -216,7 +216,7 @@ class QuantizePrinter:
         elif made is None or made.layers is None:
             typer.echo(verdict_json(verdict, notes=self._notes))
         else:
-            names = ("layers", "layer_s", "peak_bytes", "estimated_bytes")
+            names = ("layers", "seconds", "estimated_s", "layer_s", "peak_bytes", "estimated_bytes")
             found = {name: getattr(made, name) for name in names}
             typer.echo(verdict_json(verdict, **found, notes=self._notes))
 
@@ -257,8 +257,11 @@ def _print_requirements(requirements: EstimateEvent) -> None:
 
 def _print_result(result: FinishedEvent) -> None:
     resumed = f", {result.resumed} from before" if result.resumed else ""
+    took = format_elapsed(result.seconds)
+    if result.estimated_s is not None:
+        took += f" (estimated {format_elapsed(result.estimated_s)})"
     tables.print_notice(
-        f"{result.path}: {result.layers} layers in {format_elapsed(result.seconds)}{resumed}, "
+        f"{result.path}: {result.layers} layers in {took}{resumed}, "
         f"peak memory {format_size(result.peak_bytes)} "
         f"(estimated {format_size(result.estimated_bytes)})"
     )

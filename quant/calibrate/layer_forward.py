@@ -108,7 +108,8 @@ class CalibrationLayer:
     tensors: float32, by name within the layer, as in LayerNames. inputs: read only by methods that
     calibrate; the loss is smallest if they are outputs of the quantized layers before.
     original_inputs, original_outputs: of the same batches in the original model; None if they are
-    not available.
+    not available. on_learning_step: called before the first step of learned rounding, and after
+    each.
     """
 
     index: int
@@ -117,6 +118,7 @@ class CalibrationLayer:
     forward: LayerForward
     original_inputs: LayerInputs | None = None
     original_outputs: LayerInputs | None = None
+    on_learning_step: Callable[[], None] = lambda: None
 
     @property
     def spec(self) -> ModelSpec:

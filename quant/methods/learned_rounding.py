@@ -52,8 +52,10 @@ def learn_rounding(
     """
     at_start = {name: one.round() for name, one in learned.items()}
     first_loss = _mean_loss(layer, at_start)
+    layer.on_learning_step()
     for step, (hidden, target) in zip(range(steps), _repeated_batches(layer), strict=False):
         _take_step(layer, learned, hidden, target, (1 - step / steps) / steps)
+        layer.on_learning_step()
     found = {name: one.round() for name, one in learned.items()}
     return found if _mean_loss(layer, found) < first_loss else at_start
 

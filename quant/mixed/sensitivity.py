@@ -132,9 +132,8 @@ class SensitivityProbes:
         return found
 
     @torch.no_grad()
-    def estimate_s(self) -> tuple[float, float]:
-        """Seconds of all probes, and of one pass of the windows through one layer, from a trial of
-        one window and one matrix."""
+    def estimate_s(self) -> float:
+        """Seconds of all probes, from a trial of one window and one matrix."""
         ids = self._ids[:1]
         scale = len(self._ids) / len(ids)
         layer = self._source.read_layer(0, self._device)
@@ -147,7 +146,7 @@ class SensitivityProbes:
         )
         heads = self.num_groups + len(self._layers)
         passes_s = self._num_layer_passes * pass_s + heads * head_s
-        return passes_s + self._estimate_rounding_s(layer), pass_s
+        return passes_s + self._estimate_rounding_s(layer)
 
     def _estimate_rounding_s(self, layer: LayerTensors) -> float:
         """Seconds to round all groups and to measure their errors."""

@@ -102,14 +102,16 @@ class NoteEvent:
 class FinishedEvent:
     """The result is complete. layers: None for GGUF files, as all fields after it.
 
-    resumed: layers taken from an earlier run. seconds: of this process, for layers only.
-    peak_bytes: peak memory of the process; estimated_bytes: its estimate before the run.
+    resumed: layers taken from an earlier run. seconds: of this process, for layers only;
+    estimated_s: said before, None for few layers. peak_bytes: peak memory of the process;
+    estimated_bytes: its estimate before the run.
     """
 
     path: str
     layers: int | None = None
     resumed: int = 0
     seconds: float = 0.0
+    estimated_s: float | None = None
     layer_s: float = 0.0
     peak_bytes: int = 0
     estimated_bytes: int = 0

@@ -108,7 +108,10 @@ def _elapsed_line(run: QuantizeRun) -> str:
     if made is None or made.layers is None:
         return took
     resumed = f", {made.resumed} resumed" if made.resumed else ""
+    layers = f"{made.layers} layers in {format_duration_s(made.seconds)}"
+    if made.estimated_s is not None:
+        layers += f" ({format_duration_s(made.estimated_s)} estimated)"
     return (
-        f"{took}: {made.layers} layers in {format_duration_s(made.seconds)}{resumed}; at most "
+        f"{took}: {layers}{resumed}; at most "
         f"{format_bytes(made.peak_bytes)} of memory, {format_bytes(made.estimated_bytes)} estimated"
     )
