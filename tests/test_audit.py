@@ -25,6 +25,7 @@ from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.session_store import SessionRecord
 from localgen.chat.stored_sessions import open_store
 from localgen.cli.main import run_command_line
+from localgen.quant.gguf.requantize import requantize
 
 # of the same vocabulary as the built-in model
 SMALLER = TESTS / "data/tiny-draft.gguf"
@@ -212,6 +213,17 @@ def test_one_session_and_few_texts(state: Path, capsys: pytest.CaptureFixture[st
     out, err = capsys.readouterr()
     assert "tiny, KV q8_0" in out
     assert "2 texts: too few for 95 % intervals" in err
+
+
+def test_a_reference_that_was_rounded_is_told(
+    state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    low = tmp_path / "low.gguf"
+    requantize(TINY_GGUF, low, "Q4_0", None, lambda _: None)
+    assert run_command_line(["audit", str(SMALLER), "--reference", str(low), "-t", "1"]) == 0
+    assert "low is Q4_0, no original in 16 or 8 bits" in capsys.readouterr().err
+    assert run_command_line(["audit", str(low), "--reference", "tiny", "-t", "1"]) == 0
+    assert "no original" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

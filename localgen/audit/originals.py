@@ -9,11 +9,20 @@ from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.memory.system import available_memory_bytes
 from localgen.backends.units import format_size
 from localgen.config import BUILT_IN_MODEL
+from localgen.hub.metadata import read_metadata
 from localgen.hub.packaged import SMOLLM2, SMOLLM2_IN_CATALOG
 from localgen.hub.resolve import expand_alias, is_path, resolve_model
 
 # types of an original, the best first
 _ORIGINAL_TYPES = ("BF16", "F16", "F32", "Q8_0")
+
+
+def reference_note(file: ModelFile) -> str | None:
+    """A note about a reference that was rounded itself; None for an original."""
+    kind = read_metadata(file).quantization
+    if kind is None or kind in _ORIGINAL_TYPES:
+        return None
+    return f"{file.name} is {kind}, no original in 16 or 8 bits: it has errors of its own"
 
 
 def require_gguf(name: str | None) -> ModelFile:

@@ -83,7 +83,13 @@ def command(
     Both models read the stored chats, the latest first, and each answer token by token. Nothing is
     stored, and nothing leaves this machine.
     """
-    from localgen.audit.originals import find_original, require_gguf, require_memory
+    from localgen.audit.originals import (
+        find_original,
+        reference_note,
+        require_gguf,
+        require_memory,
+    )
+    from localgen.cli.tables import print_notice
 
     if kv and reference is not None:
         raise InvalidRequest("--kv compares the model with itself: leave --reference out")
@@ -98,6 +104,8 @@ def command(
                 f"{file.name} and the reference are the same file: name another --reference, or "
                 "use --kv"
             )
+        if (note := reference_note(original)) is not None:
+            print_notice(note)
     require_memory([file] if original is None else [file, original])
     content = None if text is None else _read_text(text)
     records = [] if text is not None else _read_sessions(session)
