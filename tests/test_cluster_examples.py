@@ -194,6 +194,11 @@ def test_ray_kills_no_actors_for_memory_that_engines_have() -> None:
         assert Unit(path).environment["RAY_memory_monitor_refresh_ms"] == "0"
 
 
+def test_engines_have_the_priority_of_other_programs() -> None:
+    for path in UNITS:
+        assert Unit(path).environment["RAY_worker_niceness"] == "0"
+
+
 def test_versions_of_ray_agree() -> None:
     project = (EXAMPLES.parent / "pyproject.toml").read_text(encoding="utf-8")
     required = re.search(r'"ray\[serve\]>=(\d+\.\d+),', project)

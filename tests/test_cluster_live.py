@@ -115,6 +115,12 @@ def test_a_prompt_goes_where_its_beginning_was_computed(cluster: Cluster) -> Non
     assert len(used) == 2, "both are used"
 
 
+def test_engines_have_the_priority_of_other_programs(cluster: Cluster) -> None:
+    engines = cluster.all_named("localgen.backends.llamacpp")
+    assert len(engines) == 2
+    assert {each.nice() for each in engines} == {psutil.Process().nice()}
+
+
 def test_a_replica_fetches_what_another_has_computed(cluster: Cluster) -> None:
     system = "the quick brown fox jumps over the lazy dog " * 30
     long = {"max_tokens": 64, "temperature": 0, "ignore_eos": True}
