@@ -59,12 +59,19 @@ def gptaq(share: float) -> Variant:
     return Variant({"asymmetry": share}, layer, constants)
 
 
-RANGES = {
-    "range down to 0.7": Variant(module=grid, constants={"_FINE_SHRINKS": shrinks(0.7, 6)}),
-    "range down to 0.3": Variant(module=grid, constants={"_FINE_SHRINKS": shrinks(0.3, 14)}),
-    "range in steps of 1/40": Variant(module=grid, constants={"_FINE_SHRINKS": shrinks(0.5, 20)}),
-    "whole range": Variant({"clip": False}),
-}
+def ranges(constant: str, steps: int) -> dict[str, Variant]:
+    """Other fractions of a group's range in place of a constant of `grid`, which go from 1 to 0.5
+    in steps of 1 / steps."""
+    tried = {
+        "range down to 0.7": shrinks(0.7, 3 * steps // 10),
+        "range down to 0.3": shrinks(0.3, 7 * steps // 10),
+        f"range in steps of 1/{steps // 2}": shrinks(0.5, steps // 4),
+        f"range in steps of 1/{2 * steps}": shrinks(0.5, steps),
+    }
+    found = {name: Variant(module=grid, constants={constant: each}) for name, each in tried.items()}
+    return found | {"whole range": Variant({"clip": False})}
+
+
 VARIANTS: dict[str, dict[str, Variant]] = {
     "awq": {
         "10 powers": Variant(module=awq, constants={"_NUM_POWERS": 10}),
@@ -74,7 +81,7 @@ VARIANTS: dict[str, dict[str, Variant]] = {
             module=grid, constants={"_COARSE_SHRINKS": shrinks(0.7, 3)}
         ),
         "search in whole ranges": Variant(module=grid, constants={"_COARSE_SHRINKS": (1.0,)}),
-        **RANGES,
+        **ranges("_OUTPUT_SHRINKS", 40),
     },
     "gptq": {
         "damping 0.001": Variant({"damping": 0.001}),
@@ -88,7 +95,7 @@ VARIANTS: dict[str, dict[str, Variant]] = {
         "GPTAQ 0.25": gptaq(0.25),
         "GPTAQ 0.5": gptaq(0.5),
         "GPTAQ 1": gptaq(1.0),
-        **RANGES,
+        **ranges("_WEIGHT_SHRINKS", 20),
     },
 }
 DEFAULT = "default"

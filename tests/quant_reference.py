@@ -12,6 +12,7 @@ Range = tuple[float, float]
 
 SYMMETRIC = (3, 8)
 FINE = [1.0 - step / 20 for step in range(11)]
+FINER = [1.0 - step / 40 for step in range(21)]
 COARSE = [1.0 - step / 10 for step in range(6)]
 
 
@@ -76,11 +77,12 @@ def searched(w: Array, bits: int) -> Range:
 
 def clipped(w: Array, x: Array | None, bits: int, *, coarse: bool = False) -> Range:
     low, high = ends_of(w)
-    found = best_range(w, x, [(low * s, high * s) for s in (COARSE if coarse else FINE)], bits)
+    fine = FINE if x is None else FINER
+    found = best_range(w, x, [(low * s, high * s) for s in (COARSE if coarse else fine)], bits)
     if coarse:
         return found
-    found = best_range(w, x, [found, *((low * s, found[1]) for s in FINE)], bits)
-    return best_range(w, x, [found, *((found[0], high * s) for s in FINE)], bits)
+    found = best_range(w, x, [found, *((low * s, found[1]) for s in fine)], bits)
+    return best_range(w, x, [found, *((found[0], high * s) for s in fine)], bits)
 
 
 def gptq(

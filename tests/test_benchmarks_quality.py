@@ -64,12 +64,12 @@ def test_quality_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_variant_changes_one_constant_and_restores_it() -> None:
-    before = grid._FINE_SHRINKS
-    variant = constants.RANGES["range down to 0.7"]
+    before = grid._WEIGHT_SHRINKS
+    variant = constants.VARIANTS["gptq"]["range down to 0.7"]
     with variant.applied(Recipe(method="gptq")) as recipe:
         assert recipe == Recipe(method="gptq")
-        assert pytest.approx(0.7) == grid._FINE_SHRINKS[-1]
-    assert before == grid._FINE_SHRINKS
+        assert pytest.approx(0.7) == grid._WEIGHT_SHRINKS[-1]
+    assert before == grid._WEIGHT_SHRINKS
     with constants.VARIANTS["gptq"]["damping 0.1"].applied(Recipe(method="gptq")) as recipe:
         assert recipe.damping == 0.1
 
@@ -123,10 +123,18 @@ def test_constants_are_compared_on_another_text(
 ) -> None:
     name = "range in steps of 1/40"
     monkeypatch.setattr(constants, "SIZES", {"tiny": TextSizes(1, 2)})
-    monkeypatch.setattr(constants, "VARIANTS", {"gptq": {name: constants.RANGES[name]}})
     text = Path(constants.__file__).parent / "data" / "choosing.txt"
     target = tmp_path / "constants.json"
-    arguments = ["--only", "gptq-4", "--text", str(text), "--output", str(target)]
+    arguments = [
+        "--only",
+        "gptq-4",
+        "--variants",
+        name,
+        "--text",
+        str(text),
+        "--output",
+        str(target),
+    ]
     assert constants.main(arguments) == 0
     assert f"| gptq-4 | {name} " in capsys.readouterr().out
     assert "choosing.txt" in target.read_text()

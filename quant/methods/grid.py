@@ -12,8 +12,9 @@ from localgen.quant.files.packing import GroupedWeight, is_symmetric
 
 # smallest float16 number: scales are stored as float16
 _MIN_SCALE = 2.0**-24
-# fractions of a group's range to try
-_FINE_SHRINKS = tuple(1.0 - step / 20 for step in range(11))
+# fractions of a group's range to try for the least weight error, and for the least output error
+_WEIGHT_SHRINKS = tuple(1.0 - step / 20 for step in range(11))
+_OUTPUT_SHRINKS = tuple(1.0 - step / 40 for step in range(21))
 _COARSE_SHRINKS = tuple(1.0 - step / 10 for step in range(6))
 # fractions of the scale of a group's whole range to try with each zero point, then of the best one
 _SCALE_SHARES = tuple(1.0 - step / 20 for step in range(15))
@@ -170,12 +171,13 @@ def _search_clipped_range(
 ) -> QuantGrid:
     low, high = _range_with_zero(weights)
     best = _BestRange(weights, bits, gram_blocks)
-    for share in _COARSE_SHRINKS if coarse else _FINE_SHRINKS:
+    fine = _WEIGHT_SHRINKS if gram_blocks is None else _OUTPUT_SHRINKS
+    for share in _COARSE_SHRINKS if coarse else fine:
         best.try_range(low * share, high * share)
     if not coarse:
-        for share in _FINE_SHRINKS:
+        for share in fine:
             best.try_range(low * share, best.high)
-        for share in _FINE_SHRINKS:
+        for share in fine:
             best.try_range(best.low, high * share)
     return best.grid
 
