@@ -1,10 +1,10 @@
 """Measure seconds per layer and peak memory of `localgen quantize`, next to its own estimate.
 
-python -m benchmarks.quantize [--quick] [--methods rtn,awq,gptq,gguf-auto] [--layers 2]
+python -m benchmarks.quantize [--quick] [--methods rtn,awq,gptq,gguf-auto] [--layers 4]
 
 The model is random, of Llama-3.2-1B's shape, in bfloat16: time and memory do not depend on the
-weights, and the result is not evaluated. All layers have the same size: two are enough for the time
-per layer, while the full model shows the growth of memory.
+weights, and the result is not evaluated. All layers have the same size: four are enough for the
+time per layer and its estimate, while the full model shows the growth of memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _QUICK = ("--samples", "4", "--seq-len", "64")
 class QuantizeFigures:
     """Figures of a run of `localgen quantize`.
 
-    estimated_layer_s: said before the run; None for few layers.
+    estimated_layer_s: estimated before the run; None for few layers.
     peak_bytes: peak resident memory of the process, from the command's report. The parent cannot
     measure it, because a child's maximum is never below the parent's.
     """

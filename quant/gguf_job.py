@@ -113,7 +113,6 @@ def _with_gptq(
     recipe = replace(request.recipe, bits=4 if bits <= 4 else 8)
     folder = job.source.folder
     prepared = prepare_quantization(folder, recipe, request.calibration, device)
-
     windows = prepared.windows
     assert windows is not None
     keys = gptq_imatrix_keys(job.source.spec, windows.source, len(windows.ids))

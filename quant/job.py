@@ -22,7 +22,7 @@ from localgen.backends.memory.system import (
     peak_memory_bytes,
     total_memory_bytes,
 )
-from localgen.backends.units import format_elapsed, format_size
+from localgen.backends.units import format_size
 from localgen.quant.calibrate.activations import ActivationFiles
 from localgen.quant.calibrate.importance import (
     collect_importance,
@@ -48,6 +48,7 @@ from localgen.quant.preflight import PreparedQuantization, check_finite_and_chec
 from localgen.quant.request.events import (
     EstimateEvent,
     FinishedEvent,
+    LayersEstimateEvent,
     NoteEvent,
     OnEvent,
     ProgressEvent,
@@ -55,9 +56,13 @@ from localgen.quant.request.events import (
     UnfinishedEvent,
 )
 from localgen.quant.request.recipe import LayerMode, Recipe
-from localgen.quant.result_folder import describe_recipe, write_sidecar_files
+from localgen.quant.result_folder import (
+    describe_learning,
+    describe_recipe,
+    write_sidecar_files,
+)
 
-# a trial takes too large a part of fewer
+# a trial takes too large a part of the time of fewer
 _MIN_TIMED_LAYERS = 4
 _MODE_DESCRIPTIONS = {
     "fold": "awq's scales folded in, and an importance matrix for llama.cpp",
@@ -105,8 +110,8 @@ class QuantizeJob:
         """Emit an EstimateEvent. Raises OutOfMemory if the machine has less memory."""
         estimate, recipe = self.estimate, self.prepared.recipe
         description = _MODE_DESCRIPTIONS.get(self.mode) or describe_recipe(recipe)
-        if self.mode == "gguf" and recipe.rounding_steps:
-            description += f", rounding learned in {recipe.rounding_steps} steps"
+        if self.mode == "gguf":
+            description += describe_learning(recipe)
         on_event(
             EstimateEvent(
                 model=self.model,
@@ -267,8 +272,7 @@ class QuantizeJob:
     def _report_time(
         self, step: str, states: ActivationFiles | None, on_event: OnEvent
     ) -> float | None:
-        """Emit a note with the seconds of all layers that are left, and return them; None for few
-        layers."""
+        """Emit the seconds of all layers that are left, and return them; None for few layers."""
         index, prepared = self.work_folder.num_done_layers, self.prepared
         left = self.num_layers - index
         if left < _MIN_TIMED_LAYERS:
@@ -276,17 +280,24 @@ class QuantizeJob:
         on_event(ProgressEvent("timing a layer", 0, 1, "steps"))
         steps = prepared.recipe.rounding_steps
         recipe = replace(prepared.recipe, rounding_steps=min(steps, TRIAL_STEPS))
-        windows = 0 if prepared.windows is None else len(prepared.windows.ids)
+
+        def compute(layer: CalibrationLayer) -> None:
+            found = self._compute_layer(layer, recipe)
+            for weight in found.weights.values():
+                weight.dequantize()
+                pack_linear(weight, self._layout)
+
         seconds = left * estimate_layer_s(
             lambda: self._read_layer(index, states, None),
             self._collect_statistics,
-            lambda layer: self._compute_layer(layer, recipe),
+            compute,
             device=prepared.device,
-            num_batches=-(-windows // self.estimate.batch_windows),
+            num_windows=0 if prepared.windows is None else len(prepared.windows.ids),
             num_passes=2 if self._compares_originals else 1,
             num_steps=steps,
         )
-        on_event(NoteEvent(f"{step} {left} layers takes about {format_elapsed(seconds)}"))
+        on_event(ProgressEvent("timing a layer", 1, 1, "steps"))
+        on_event(LayersEstimateEvent(step, left, seconds))
         return seconds
 
     @torch.no_grad()
@@ -352,7 +363,7 @@ class QuantizeJob:
                 return self._rounding.round_layer(layer, recipe)
 
     def _collect_statistics(self, layer: CalibrationLayer) -> None:
-        """All that _compute_layer reads of the calibration text before it rounds."""
+        """Collect the statistics of the inputs that _compute_layer needs."""
         if self.mode == "observe":
             collect_importance(layer)
         else:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
 from typing import TypeVar
 
 import torch
@@ -15,9 +14,9 @@ from torch import Tensor
 from localgen.quant.calibrate.layer_forward import CalibrationLayer
 
 Result = TypeVar("Result")
-# steps of learned rounding in a trial
-TRIAL_STEPS = 3
-# batches beside the first, which has costs that occur once
+# steps of learned rounding in a trial; the first one takes longer
+TRIAL_STEPS = 2
+# of the statistics, in addition to the first
 _MORE_BATCHES = 2
 
 
@@ -27,15 +26,16 @@ def estimate_layer_s(
     compute: Callable[[CalibrationLayer], object],
     *,
     device: torch.device,
-    num_batches: int,
+    num_windows: int,
     num_passes: int,
     num_steps: int,
 ) -> float:
-    """Seconds to quantize a layer, from trials with the first batch of its inputs.
+    """Seconds to quantize a layer, extrapolated from trials with the first batch of its inputs.
 
-    collect: reads all batches, as `compute` does before it rounds. compute: quantizes the layer, in
-    at most TRIAL_STEPS if its rounding is learned. num_passes: forward passes of all batches beside
-    those of both. num_steps: of learned rounding.
+    collect: the statistics that `compute` needs. compute: quantizes the layer, in at most
+    TRIAL_STEPS if its rounding is learned. num_windows: of all batches. num_passes: further forward
+    passes over all batches. num_steps: of learned rounding. Experts that the first batch does not
+    reach count as less work than they are.
     """
     now_s = partial(_now_s, device)
 
@@ -44,40 +44,44 @@ def estimate_layer_s(
         return action(), now_s() - started_s
 
     layer, read_s = timed(read)
-    hidden = next(iter(layer.inputs()), None)
-    if hidden is None:
+    first = next(iter(layer.inputs()), None)
+    if first is None:
         return read_s + timed(lambda: compute(layer))[1]
 
-    def run_forward() -> Tensor:
-        return layer.forward.run(layer.index, layer.tensors, hidden)
+    def first_batch() -> Tensor:
+        return next(iter(layer.inputs()))  # read again, as each batch is
 
-    outputs, _ = timed(run_forward)  # warm-up
-    _, pass_s = timed(run_forward)
+    def run_forward() -> Tensor:
+        return layer.forward.run(layer.index, layer.tensors, first_batch()).cpu()
+
+    outputs = run_forward()
     step_ends: list[float] = []
 
     def with_batches(count: int) -> CalibrationLayer:
         return replace(
             layer,
-            inputs=lambda: repeat(hidden, count),
-            original_inputs=lambda: repeat(hidden, count),
-            original_outputs=lambda: repeat(outputs, count),
+            inputs=lambda: (first_batch() for _ in range(count)),
+            original_inputs=lambda: (first_batch() for _ in range(count)),
+            original_outputs=lambda: (outputs.to(device) for _ in range(count)),
             on_learning_step=lambda: step_ends.append(now_s()),
         )
 
+    collect(with_batches(1))  # what runs first takes longer
     _, few_s = timed(lambda: collect(with_batches(1)))
     _, more_s = timed(lambda: collect(with_batches(1 + _MORE_BATCHES)))
     _, once_s = timed(lambda: compute(with_batches(1)))
+    _, pass_s = timed(run_forward)
+    num_batches = num_windows / len(first)
     batch_s = max(0.0, more_s - few_s) / _MORE_BATCHES
     seconds = read_s + once_s + (num_batches - 1) * batch_s + num_passes * num_batches * pass_s
     if tried_steps := max(0, len(step_ends) - 1):
-        step_s = (step_ends[-1] - step_ends[0]) / tried_steps
-        # the loss is measured before and after
-        seconds += (num_steps - tried_steps) * step_s + 2 * (num_batches - 1) * pass_s
+        seconds += (num_steps - tried_steps) * (step_ends[-1] - step_ends[-2])
+        seconds += 2 * (num_batches - 1) * pass_s  # the loss before and after
     return seconds
 
 
 def _now_s(device: torch.device) -> float:
-    """The time when the device has done all that it was given."""
+    """Time in seconds, after all work queued on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.monotonic()

@@ -48,6 +48,7 @@ from localgen.quant.request.events import (
 from localgen.quant.request.gguf_types import GGUF_TYPES
 from localgen.quant.request.request import EvalSet, QuantizeRequest, default_output
 from localgen.quant.request.target import GgufTarget
+from localgen.quant.result_folder import describe_learning
 
 # KL divergence of a file from the original on the text that the target is checked with, in nats
 MeasureKl = Callable[[Path, OnEvent], float]
@@ -131,9 +132,7 @@ class MixedGgufJob:
     def _describe_codes(self) -> str:
         if not self._by_gptq:
             return ""
-        steps = self.calibration.prepared.recipe.rounding_steps
-        learned = f", their rounding learned in {steps} steps" if steps else ""
-        return f", codes by gptq{learned}"
+        return f", codes by gptq{describe_learning(self.calibration.prepared.recipe)}"
 
     def _report_time(self, on_event: OnEvent) -> None:
         self._estimated_s = self._probes.estimate_s()
@@ -149,7 +148,7 @@ class MixedGgufJob:
     def run(self, on_event: OnEvent, *, resume: bool) -> FinishedEvent:
         """Calibrate, measure all groups, choose the types and write the file.
 
-        Emits the estimate of time first. Finished layers, groups and measured files survive any
+        Emits the time of the probes first. Finished layers, groups and measured files survive any
         interruption; `resume` continues. Raises as QuantizeJob.run and make_gguf.
         """
         job = self.calibration

@@ -12,6 +12,7 @@ from localgen.backends.cuda.model.dequantize import dequantization_notes
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.folder import read_json
 from localgen.backends.formats.hf.tensor_names import layer_names
+from localgen.backends.units import format_count
 from localgen.locked_file import LockedFile
 from localgen.placement.backend_choice import detect_hardware
 from localgen.quant.files.packing import packing_layout, quantization_config
@@ -52,11 +53,17 @@ def append_results(folder: Path, table_lines: Sequence[str]) -> None:
 
 
 def describe_recipe(recipe: Recipe) -> str:
-    """Such as `awq, 4 bits in groups of 128`."""
+    """Such as `awq, 3 bits in groups of 128, rounding learned in 200 steps`."""
     if not recipe.has_groups:
         return recipe.method if recipe.method == "fp8" else f"{recipe.method}, int8"
     groups = f"groups of {recipe.group_size}" if recipe.group_size else "whole rows"
-    return f"{recipe.method}, {recipe.bits} bits in {groups}"
+    return f"{recipe.method}, {recipe.bits} bits in {groups}{describe_learning(recipe)}"
+
+
+def describe_learning(recipe: Recipe) -> str:
+    """Such as `, rounding learned in 200 steps`; empty if it is not learned."""
+    steps = recipe.rounding_steps
+    return f", rounding learned in {format_count(steps, 'step')}" if steps else ""
 
 
 def report_backend_notes(folder: Path, on_event: OnEvent) -> None:
@@ -129,16 +136,13 @@ def _model_card(model: str, prepared: PreparedQuantization) -> str:
 
 
 def _method_details(recipe: Recipe) -> str:
-    learned = ""
-    if recipe.rounding_steps:
-        learned = f", rounding learned in {recipe.rounding_steps} steps"
     match recipe.method:
         case "awq":
-            return f"range of each group {'searched' if recipe.clip else 'whole'}{learned}"
+            return f"range of each group {'searched' if recipe.clip else 'whole'}"
         case "gptq":
             order = "by the Hessian's diagonal" if recipe.desc_act else "as they are"
             corrected = f"{recipe.asymmetry:.0%} of input errors corrected"
-            return f"inputs {order}, damping {recipe.damping:g}, {corrected}{learned}"
+            return f"inputs {order}, damping {recipe.damping:g}, {corrected}"
         case "smoothquant":
             return f"alpha {recipe.alpha:g}, activations rounded for each token"
     return "–"

@@ -381,7 +381,7 @@ def test_gptq_with_a_target(
     assert run_command_line(["quantize", "tiny", "--gguf", "auto", "--gptq", *options]) == 0
     err = capsys.readouterr().err
     assert "types chosen by loss for 3.2 bits per weight, codes by gptq" in err
-    assert "their rounding learned in 2 steps" in err
+    assert ", rounding learned in 2 steps" in err
     assert "after the importance matrix and before GPTQ" in err
     assert "calibrating 6 layers takes about" in err
     assert "quantizing 6 layers takes about" in err

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from localgen.backends.errors import OutOfMemory
 from localgen.backends.terminal_text import one_line
-from localgen.backends.units import format_elapsed, format_size
+from localgen.backends.units import format_count, format_elapsed, format_size
 from localgen.cli import tables
 from localgen.hub.quant_choice import available_memory
 from localgen.machine.decode_rates import fastest_by_use
@@ -27,6 +27,7 @@ from localgen.quant.request.events import (
     EstimateEvent,
     EvalEvent,
     FinishedEvent,
+    LayersEstimateEvent,
     MixtureEvent,
     NoteEvent,
     ProgressEvent,
@@ -113,8 +114,7 @@ class StepProgress:
         elif now - self._last_line_s >= _LINE_INTERVAL_S or done == total:
             self._last_line_s = now
             tables.print_notice(
-                f"{step}: {_format_amount(done, unit)} of {_format_amount(total, unit)}"
-                f"{self._time_left(done, total)}"
+                f"{step}: {_format_progress(done, total, unit)}{self._time_left(done, total)}"
             )
 
     def _time_left(self, done: int, total: int) -> str:
@@ -131,8 +131,10 @@ def verdict_json(verdict: EvalEvent, **extra: Any) -> str:
     return tables.json_text({"models": record.pop("rows")} | record | extra, indent=2)
 
 
-def _format_amount(number: int, unit: str) -> str:
-    return format_size(number) if unit == "bytes" else f"{number:,} {unit}"
+def _format_progress(done: int, total: int, unit: str) -> str:
+    if unit == "bytes":
+        return f"{format_size(done)} of {format_size(total)}"
+    return f"{done:,} of {format_count(total, unit.removesuffix('s'))}"
 
 
 def _create_bar(console: Console) -> Progress:
@@ -179,6 +181,9 @@ class QuantizePrinter:
         match event:
             case EstimateEvent():
                 _print_requirements(event)
+            case LayersEstimateEvent(step, layers, seconds):
+                elapsed = format_elapsed(seconds)
+                tables.print_notice(f"{step} {layers} layers takes about {elapsed}")
             case NoteEvent(text):
                 self._notes.append(text)
                 tables.print_notice(text)

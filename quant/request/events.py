@@ -92,6 +92,15 @@ class ProgressEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class LayersEstimateEvent:
+    """Seconds that all layers that are left will take. step: as in their ProgressEvents."""
+
+    step: str
+    layers: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class NoteEvent:
     """A notice for the user, one sentence."""
 
@@ -103,8 +112,8 @@ class FinishedEvent:
     """The result is complete. layers: None for GGUF files, as all fields after it.
 
     resumed: layers taken from an earlier run. seconds: of this process, for layers only;
-    estimated_s: said before, None for few layers. peak_bytes: peak memory of the process;
-    estimated_bytes: its estimate before the run.
+    estimated_s: as in LayersEstimateEvent, None if there was none. peak_bytes: peak memory of the
+    process; estimated_bytes: its estimate before the run.
     """
 
     path: str
@@ -195,6 +204,7 @@ QuantizeEvent = (
     | UnfinishedEvent
     | RecommendationEvent
     | ProgressEvent
+    | LayersEstimateEvent
     | NoteEvent
     | FinishedEvent
     | MixtureEvent

@@ -8,6 +8,7 @@ from textual.content import Content
 from textual.widgets import Static
 
 from localgen.backends.terminal_text import escape_name, one_line
+from localgen.backends.units import format_count
 from localgen.tui.gauges.plots import bar
 from localgen.tui.quantize.run import QuantizeRun
 from localgen.tui.widgets.alignment import align_ends
@@ -56,6 +57,9 @@ def _lines(run: QuantizeRun, width: int) -> Iterable[Content]:
     yield Content("")
     yield from _memory_lines(run)
     yield _line("elapsed", format_duration_s(run.elapsed_s))
+    if run.layers_estimate is not None:
+        layers = format_count(run.layers_estimate.layers, "layer")
+        yield _line("estimated", f"{format_duration_s(run.layers_estimate.seconds)} for {layers}")
     for note in run.notes[-_LATEST_NOTES:]:
         yield Content.styled(one_line(note), "$muted")
 

@@ -13,6 +13,7 @@ from localgen.quant.request.events import (
     EstimateEvent,
     EvalEvent,
     FinishedEvent,
+    LayersEstimateEvent,
     NoteEvent,
     ProgressEvent,
     QuantizeEvent,
@@ -111,6 +112,7 @@ class QuantizeRun:
         self.name = form.output_path.name
         self.estimate: EstimateEvent | None = None
         self.progress: ProgressEvent | None = None
+        self.layers_estimate: LayersEstimateEvent | None = None
         self.notes: tuple[str, ...] = ()
         self.result: FinishedEvent | None = None
         self.verdict: EvalEvent | None = None
@@ -208,6 +210,8 @@ class QuantizeRun:
             case ProgressEvent(step, done, total):
                 self.progress = event
                 self._eta.update(step, done, total)
+            case LayersEstimateEvent():
+                self.layers_estimate = event
             case NoteEvent(text):
                 self.notes = (*self.notes, replace_cli_options(text))
             case FinishedEvent():
