@@ -314,7 +314,7 @@ def test_a_calibrated_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     asked = ["quantize", "tiny", "--gguf", "IQ2_XS", "--calib", "builtin", *QUICK[:4], "--no-eval"]
     assert run_command_line(asked) == 0
     err = capsys.readouterr().err
-    assert "calibrating: 6 layers of 6 layers" in err
+    assert "calibrating: 6 of 6 layers" in err
     assert [path.name for path in tmp_path.iterdir() if "tiny" in path.name] == ["tiny-IQ2_XS.gguf"]
 
 

@@ -105,6 +105,7 @@ def test_run_ends_with_an_evaluation(tmp_path: Path) -> None:
     steps = [event.step for event in told if isinstance(event, ProgressEvent)]
     assert list(dict.fromkeys(steps)) == [
         "checking weights",
+        "timing a layer",
         "quantizing",
         "measuring tiny",
         "measuring tiny-rtn-4bit",
