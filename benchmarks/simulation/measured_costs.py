@@ -16,11 +16,11 @@ from benchmarks.simulation.measured_steps import (
     SYSTEM_TOKENS,
     MeasuredReplica,
     Steps,
+    answer_s,
     ask,
     prompt_s,
 )
 from localgen.backends.types import Message
-from localgen.bench.measured_request import Target
 from localgen.bench.prompts import WordPrompts
 
 _REQUESTS, _BUSY_REQUESTS, _ANSWER_TOKENS = 6, 5, 32
@@ -52,12 +52,12 @@ class MeasuredCosts:
         self._request_s += self._measure_request_s()
         counts = range(1, len(self._cluster.replicas) + 1)
         # the most first: their caches are filled by it, those of the fewer ones were before
-        times_s = {count: self._busy_prompt_s(count) for count in reversed(counts)}
+        times_s = {count: self._busy_s(count) for count in reversed(counts)}
         self._slowdowns.append([times_s[count] / times_s[1] for count in counts])
 
     @property
     def slowdowns(self) -> tuple[float, ...]:
-        """How many times as long as alone prompts take with 1, 2, … replicas that compute."""
+        """How many times as long as alone requests take with 1, 2, … replicas that compute."""
         return tuple(map(statistics.median, zip(*self._slowdowns, strict=True)))
 
     @property
@@ -114,18 +114,20 @@ class MeasuredCosts:
         _, *cached = [ask(gateway, [system, each], _ANSWER_TOKENS) for each in questions]
         return [ttft_ms(each) / 1e3 - prompt_s(each) for each in cached]
 
-    def _busy_prompt_s(self, count: int) -> float:
-        """Median time of prompts, with a request in each of so many replicas at any time."""
-        replicas, words = self._cluster.replicas[:count], self._words
-        prompts = [[words.make(SYSTEM_TOKENS) for _ in range(_BUSY_REQUESTS)] for _ in replicas]
+    def _busy_s(self, count: int) -> float:
+        """What engines take for a long prompt and for hits on it, with as many clients of the
+        gateway as replicas are to be busy."""
+        gateway, words = self._cluster.gateway, self._words
+        systems = [Message("system", words.make(SYSTEM_TOKENS)) for _ in range(count)]
+        questions = [Message("user", words.make(QUESTION_TOKENS)) for _ in range(_BUSY_REQUESTS)]
 
-        def ask_all(replica: Target, mine: list[str]) -> list[float]:
-            return [prompt_s(ask(replica, prompt, _ANSWER_TOKENS)) for prompt in mine]
+        def engine_s(system: Message) -> float:
+            asked = [ask(gateway, [system, each], _ANSWER_TOKENS) for each in questions]
+            # without the last, when other clients may have ended
+            return sum(prompt_s(each) + answer_s(each) for each in asked[:-1])
 
         with ThreadPoolExecutor(count) as pool:
-            times_s = list(pool.map(ask_all, replicas, prompts))
-        # at first a cache may be empty, and in the end others may have ended
-        return statistics.median(each_s for mine in times_s for each_s in mine[1:-1])
+            return statistics.median(pool.map(engine_s, systems))
 
 
 def _fit(steps: Sequence[Steps]) -> list[float]:

@@ -65,6 +65,12 @@ def prompt_s(request: MeasuredRequest) -> float:
     return request.timings.prompt_ms / 1e3
 
 
+def answer_s(request: MeasuredRequest) -> float:
+    """From the first token to the last, as the engine measured it."""
+    assert request.timings is not None
+    return request.timings.predicted_ms / 1e3
+
+
 class KnownCells:
     """The cells of a replica that nobody else asks, followed from its empty cache on."""
 
