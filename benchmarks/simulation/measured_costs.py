@@ -115,8 +115,8 @@ class MeasuredCosts:
         return [ttft_ms(each) / 1e3 - prompt_s(each) for each in cached]
 
     def _busy_s(self, count: int) -> float:
-        """What engines take for a long prompt and for hits on it, with as many clients of the
-        gateway as replicas are to be busy."""
+        """Seconds of an engine for a long prompt and hits on it, with `count` concurrent clients of
+        the gateway."""
         gateway, words = self._cluster.gateway, self._words
         systems = [Message("system", words.make(SYSTEM_TOKENS)) for _ in range(count)]
         questions = [Message("user", words.make(QUESTION_TOKENS)) for _ in range(_BUSY_REQUESTS)]
