@@ -33,7 +33,7 @@ _RAY_VARIABLES = {
     "RAY_COLOR_PREFIX": "0",
     # if memory runs short, Ray kills actors, which have none to give: engines have it
     "RAY_memory_monitor_refresh_ms": "0",
-    # Ray's own is 15: engines would get next to nothing beside a build
+    # Ray's own is 15: engines would give way to a build beside them
     "RAY_worker_niceness": "0",
 }
 _OBJECT_STORE_BYTES = 100 << 20
