@@ -212,6 +212,20 @@ def test_a_run_that_fails_can_be_run_again(tmp_path: Path, error: Exception) -> 
     play(Quantizing(tmp_path, runs=((*BEGUN, error), (*BEGUN, *DONE))), scene)
 
 
+def test_the_estimate_of_layers_ends_with_their_step(tmp_path: Path) -> None:
+    async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
+        await tui.begin(pilot)
+        await tui.until(lambda: "quantizing, layer 3" in tui.screen_text())
+        assert "58s for 6 layers" in tui.screen_text()
+        go_on.set()
+        await tui.until(lambda: "measuring sensitivity" in tui.screen_text())
+        assert "58s for 6 layers" not in tui.screen_text()
+
+    go_on = threading.Event()
+    next_step = ProgressEvent("measuring sensitivity", 0, 37, "steps")
+    play(Quantizing(tmp_path, runs=((*BEGUN, go_on, next_step, NEVER),)), scene)
+
+
 def test_a_result_that_could_not_be_measured(tmp_path: Path) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         await tui.begin(pilot)

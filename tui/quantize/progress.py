@@ -57,9 +57,10 @@ def _lines(run: QuantizeRun, width: int) -> Iterable[Content]:
     yield Content("")
     yield from _memory_lines(run)
     yield _line("elapsed", format_duration_s(run.elapsed_s))
-    if run.layers_estimate is not None:
-        layers = format_count(run.layers_estimate.layers, "layer")
-        yield _line("estimated", f"{format_duration_s(run.layers_estimate.seconds)} for {layers}")
+    estimate = run.layers_estimate
+    if estimate is not None and run.progress is not None and run.progress.step == estimate.step:
+        layers = format_count(estimate.layers, "layer")
+        yield _line("estimated", f"{format_duration_s(estimate.seconds)} for {layers}")
     for note in run.notes[-_LATEST_NOTES:]:
         yield Content.styled(one_line(note), "$muted")
 
