@@ -123,7 +123,7 @@ def _is_wanted(name: str, beginnings: str | None) -> bool:
 
 
 def row(losses: Losses, key: str, name: str) -> tuple[str, ...]:
-    """The figures of one variant, and whether it can be told from the default."""
+    """Table cells of one variant: KL, difference from the default's, and if it can be told."""
     found = losses.kl(f"{key}, {name}").text(1e3)
     if name == DEFAULT:
         return key, name, found, "", ""

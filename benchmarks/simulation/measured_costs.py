@@ -107,7 +107,7 @@ class MeasuredCosts:
         return [each for steps in self._rounds[first:] for each in steps]
 
     def _measure_request_s(self) -> list[float]:
-        """What client, gateway and server take for a long prompt, whose beginning is cached."""
+        """Seconds in client, gateway and server, per request for a long prompt that is cached."""
         system = Message("system", self._words.make(SYSTEM_TOKENS))
         questions = [Message("user", self._words.make(QUESTION_TOKENS)) for _ in range(_REQUESTS)]
         gateway = self._cluster.gateway

@@ -72,7 +72,7 @@ def answer_s(request: MeasuredRequest) -> float:
 
 
 class KnownCells:
-    """The cells of a replica that nobody else asks, followed from its empty cache on."""
+    """KV cache cells in use at a replica without other clients, tracked from an empty cache."""
 
     def __init__(self, capacity: int) -> None:
         self._cache = SlotCache(capacity)
@@ -111,7 +111,7 @@ class KnownCells:
         )
 
     def _admit(self, request: MeasuredRequest, text: str) -> tuple[Segment, ...]:
-        """What is cached of it, if anything, what is computed, and its answer."""
+        """Segments of a request: its cached prefix, if any, the computed prompt, and the answer."""
         begins = [each for start, each in self._prompts.items() if text.startswith(start)]
         cached = begins[-1:] if request.cached_tokens > SYSTEM_TOKENS / 2 else []
         new = Segment(next(self._keys), request.prompt_tokens - request.cached_tokens)
