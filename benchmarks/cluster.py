@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -60,6 +61,14 @@ class Cluster:
         owner = psutil.Process(state["pid"])
         return [owner, *owner.children(recursive=True)]
 
+    def add_model(self, path: str, name: str) -> Target:
+        """Give a model file another name, under which no replica has loaded it. Returns a client of
+        the gateway for it."""
+        copied = shutil.copy(path, self.folder / f"{name}.gguf")
+        program = [sys.executable, "-m", "localgen", "cp", str(copied), name]
+        subprocess.run(program, env=_environment(self.folder), check=True)
+        return _target(int(self.url.rpartition(":")[2]), name)
+
     def num_replicas(self) -> int:
         """Replicas that occupy this machine: also those that start, or end after their answers."""
         return sum(_has(each, REPLICA_ACTOR) for each in self.family())
@@ -70,16 +79,12 @@ def running_cluster(num_replicas: int, model: str = _MODEL, *options: str) -> It
     """A cluster with folders of its own. options: of `localgen cluster up`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        environment = os.environ | {
-            "LOCALGEN_RUNTIME_DIR": f"{folder}/run",
-            "LOCALGEN_STATE_DIR": f"{folder}/state",
-        }
         with open_tcp_socket(AccessPolicy(port=0)) as sock:
             port = sock.getsockname()[1]
 
         def run(*arguments: str) -> None:
             program = [sys.executable, "-m", "localgen", "cluster", *arguments]
-            subprocess.run(program, env=environment, check=True)
+            subprocess.run(program, env=_environment(folder), check=True)
 
         run(
             "up",
@@ -106,6 +111,14 @@ def running_cluster(num_replicas: int, model: str = _MODEL, *options: str) -> It
             )
         finally:
             run("down")
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    return os.environ | {
+        "LOCALGEN_RUNTIME_DIR": f"{folder}/run",
+        "LOCALGEN_STATE_DIR": f"{folder}/state",
+        "XDG_CONFIG_HOME": f"{folder}/config",
+    }
 
 
 def _own_processes(folder: Path) -> list[psutil.Process]:

@@ -131,13 +131,25 @@ def test_runs_of_steps_take_as_long_as_single_steps(policy: str) -> None:
 def test_the_whole_steps_of_a_time_are_counted() -> None:
     chance = random.Random(2)
     for _ in range(500):
-        costs = replace(COSTS, context_token_s=chance.choice([0.0, 1e-7, 1e-5]))
+        costs = replace(
+            COSTS,
+            context_token_s=chance.choice([0.0, 1e-7, 1e-5]),
+            batch_context_token_s=chance.choice([0.0, 1e-7, 1e-5]),
+        )
         sequences, context = chance.randint(1, 64), chance.randint(0, 100_000)
         steps = chance.randint(0, 3000)
         took_s = costs.decode_s(steps, sequences, context)
         one_s = costs.decode_s(1, sequences, context)
         assert costs.steps_within(took_s + one_s * 0.01, sequences, context) == steps
         assert costs.steps_within(took_s - one_s * 0.01, sequences, context) == max(0, steps - 1)
+
+
+def test_contexts_behind_the_first_cost_more() -> None:
+    costs = replace(COSTS, context_token_s=1e-6, batch_context_token_s=3e-6)
+    plain = replace(COSTS, context_token_s=1e-6)
+    assert costs.decode_s(10, 1, 500) == plain.decode_s(10, 1, 500)
+    more_s = costs.decode_s(1, 4, 2000) - plain.decode_s(1, 4, 2000)
+    assert more_s == pytest.approx(3e-6 * 1500)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

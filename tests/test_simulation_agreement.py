@@ -137,33 +137,38 @@ def test_a_prompt_is_held_until_it_has_ended_and_the_cache_has_lost_it() -> None
 
 def answered(prompt: int, cached: int, answer: int, took_s: float = 1.0) -> MeasuredRequest:
     arrivals = tuple((1.0 + at * took_s, at + 1) for at in range(answer))
-    timings = Timings(prompt_ms=1e3)
+    timings = Timings(prompt_ms=1e3, predicted_ms=500.0)
     return MeasuredRequest(0.0, 99.0, arrivals, 1.0, prompt, cached, answer, timings)
 
 
 def test_the_cells_of_measured_prompts_are_followed() -> None:
     cells = KnownCells(16_384)
-    steps = cells.prompt(answered(1100, 3, 2), "long", 512)
+    steps, answer = cells.request(answered(1100, 3, 2), "long", 512)
     assert (steps.took_s, steps.steps, steps.prompt_tokens) == (1.0, 3, 1097)
     assert steps.cells == 512 * 512 + 512 * 1024 + 73 * 1280
     assert steps.attended == (3 + 1097 / 2) * 1097
-    hit = cells.prompt(answered(1180, 1100, 2), "long and more", 512)
+    assert (answer.took_s, answer.steps, answer.sequences) == (0.5, 1, 1)
+    assert (answer.context, answer.others, answer.cells) == (1101, 0, 1280)
+    hit, answer = cells.request(answered(1180, 1100, 4), "long and more", 512)
     assert hit.cells == 80 * 1280
+    assert (answer.steps, answer.context, answer.cells) == (3, 3 * 1182, 3 * 1280)
     both = cells.answers([answered(100, 0, 4, 0.1), answered(120, 0, 4, 0.1)], ["a", "b"])
-    assert (both.sequences, both.context, both.cells) == (2, 224, 2 * 1536)
+    assert (both.sequences, both.context, both.others, both.cells) == (2, 224, 112, 2 * 1536)
     assert both.took_s == pytest.approx(0.1)
 
 
 def test_the_costs_of_steps_are_found_again() -> None:
     chance = random.Random(1)
-    factors = [0.001, 0.003, 2e-4, 2e-7, 5e-4, 9e-7, 4e-8]
+    factors = [0.001, 0.003, 2e-4, 2e-7, 5e-4, 9e-7, 2e-6, 4e-8]
     steps = []
     for _ in range(30):
         size, count, cells = chance.randint(80, 1500), chance.randint(1, 4), chance.randint(1, 20)
         computed = size * 256.0 * cells
         steps.append(Steps(0.0, -(-size // 512), 1, size, size * size / 2, cells=computed))
         context = count * chance.randint(50, 1500)
-        steps.append(Steps(0.0, 1, sequences=count, context=context, cells=256.0 * count * cells))
+        others = context * (count - 1) / count
+        passed = 256.0 * count * cells
+        steps.append(Steps(0.0, 1, sequences=count, context=context, others=others, cells=passed))
     times = [sum(a * b for a, b in zip(factors, each.row, strict=True)) for each in steps]
     assert fit_factors([each.row for each in steps], times) == pytest.approx(factors, rel=1e-6)
 

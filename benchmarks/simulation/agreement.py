@@ -34,7 +34,12 @@ from benchmarks.simulation.comparison import HEAD, SUMMARY_HEAD, Comparison, Fig
 from benchmarks.simulation.costs import EngineCosts
 from benchmarks.simulation.gateway import PREFIX, Routing
 from benchmarks.simulation.measured_costs import MeasuredCosts, counted_words
-from benchmarks.simulation.measured_steps import QUESTION_TOKENS, SYSTEM_TOKENS, MeasuredReplica
+from benchmarks.simulation.measured_steps import (
+    ANSWER_TOKENS,
+    QUESTION_TOKENS,
+    SYSTEM_TOKENS,
+    MeasuredReplica,
+)
 from benchmarks.simulation.request import Request, Segment
 from localgen.backends.llamacpp.shared_cache import MIN_CACHED_PREFIXES
 from localgen.backends.memory.system import num_physical_cores
@@ -45,7 +50,7 @@ from localgen.bench.prompts import WordPrompts
 from localgen.cluster.config import ClusterConfig
 from localgen.cluster.prefix_table import MAX_CHUNKS, ROUTED_S, prompt_chunks
 
-_NUM_SYSTEMS, _ANSWER_TOKENS = 8, 32
+_NUM_SYSTEMS = 8
 _THREADS = 1  # of an engine: with more, the engines would wait for each other's threads
 _PLAYS, _SIMULATIONS = 2, 20
 # as times on a real machine: which of two requests comes first decides what is cached later
@@ -82,7 +87,7 @@ def play(cluster: RealCluster, planned: Sequence[Planned]) -> list[MeasuredReque
     began_s = time.monotonic()
 
     def ask(each: Planned) -> MeasuredRequest:
-        return cluster.gateway.ask(each.messages, _ANSWER_TOKENS)
+        return cluster.gateway.ask(each.messages, ANSWER_TOKENS)
 
     with ThreadPoolExecutor(len(planned)) as pool:
         running = []
@@ -196,7 +201,7 @@ def rate_for(costs: EngineCosts, load: float) -> float:
     """Requests/s that take this share of the cores if half of the prompts is cached."""
     prompt_tokens = SYSTEM_TOKENS + QUESTION_TOKENS
     cells = MIN_CACHED_PREFIXES * prompt_tokens
-    answer_s = costs.decode_s(_ANSWER_TOKENS, 1, prompt_tokens, cells)
+    answer_s = costs.decode_s(ANSWER_TOKENS, 1, prompt_tokens, cells)
     work_s = costs.prompt_s(0, prompt_tokens, cells) / 2 + answer_s
     return load * num_physical_cores() / (work_s * costs.threads)
 
@@ -217,9 +222,8 @@ class _Played:
 
 def compare(cluster: RealCluster, options: argparse.Namespace, report: Report) -> list[Comparison]:
     """Measure the costs, and play each load with each seed."""
-    pairs = zip(cluster.replicas, cluster.runtime_dirs, strict=True)
-    replicas = [MeasuredReplica(*each, options.model, _THREADS) for each in pairs]
-    measured = MeasuredCosts(cluster, replicas[0], _THREADS)
+    replicas = [MeasuredReplica(each, options.model, _THREADS) for each in cluster.runtime_dirs]
+    measured = MeasuredCosts(cluster, replicas[0].info.path, _THREADS, _REPORT_S)
     played = _play_all(cluster, replicas, measured, options, report)
     costs, slowdowns = measured.costs(), measured.slowdowns
     print(f"{costs}, error {measured.error:.1%}, {slowdowns}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The costs of an engine's steps, measured at one replica of a running cluster."""
+"""The costs of an engine's steps, measured through the gateway of a running cluster."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from benchmarks.cluster import Cluster, ttft_ms
+from benchmarks.cluster import Cluster
 from benchmarks.measure import machine
 from benchmarks.simulation.costs import SLOTS, EngineCosts
 from benchmarks.simulation.measured_steps import (
+    ANSWER_TOKENS,
     QUESTION_TOKENS,
     SYSTEM_TOKENS,
     MeasuredReplica,
+    MeasuredSteps,
     Steps,
     answer_s,
     ask,
@@ -23,7 +25,9 @@ from benchmarks.simulation.measured_steps import (
 from localgen.backends.types import Message
 from localgen.bench.prompts import WordPrompts
 
-_REQUESTS, _BUSY_REQUESTS, _ANSWER_TOKENS = 6, 5, 32
+_BUSY_REQUESTS = 5
+# of a model that only the first replica has, so that the gateway sends it all requests
+_NAME = "measured"
 
 
 def counted_words(cluster: Cluster, seed: int) -> WordPrompts:
@@ -36,20 +40,22 @@ def counted_words(cluster: Cluster, seed: int) -> WordPrompts:
 class MeasuredCosts:
     """Measured in rounds between other work, as a machine is faster at one time than at another.
 
-    replica: the first of the cluster. threads: of an engine.
+    path: of the model that the replicas have. threads: of an engine. report_s: see
+    MeasuredSteps.
     """
 
-    def __init__(self, cluster: Cluster, replica: MeasuredReplica, threads: int) -> None:
-        self._cluster, self._replica, self._threads = cluster, replica, threads
+    def __init__(self, cluster: Cluster, path: str, threads: int, report_s: float) -> None:
+        self._cluster, self._threads = cluster, threads
+        gateway = cluster.add_model(path, _NAME)
+        self._replica = MeasuredReplica(cluster.runtime_dirs[0], _NAME, threads)
+        self._measured = MeasuredSteps(gateway, self._replica, report_s)
         self._words = counted_words(cluster, 1)
         self._rounds: list[list[Steps]] = []
-        self._request_s: list[float] = []
         self._slowdowns: list[list[float]] = []
 
     def measure(self) -> None:
-        """One round: steps of a replica while the others are idle, the way to it, and all busy."""
-        self._rounds.append(self._replica.measure(self._words))
-        self._request_s += self._measure_request_s()
+        """One round: steps of a replica while the others are idle, and with all busy."""
+        self._rounds.append(self._measured.measure(self._words))
         counts = range(1, len(self._cluster.replicas) + 1)
         # the most first: their caches are filled by it, those of the fewer ones were before
         times_s = {count: self._busy_s(count) for count in reversed(counts)}
@@ -67,7 +73,8 @@ class MeasuredCosts:
     def costs(self, first: int = 0) -> EngineCosts:
         """Steps are fitted to the rounds from this one on; what is no step is a median of all."""
         step_s, *factors = _fit(self._steps(first))
-        first_token_s, prompt_token_s, attention_s, sequence_s, context_token_s, cell_s = factors
+        first_token_s, prompt_token_s, attention_s, sequence_s, *factors = factors
+        context_token_s, batch_context_token_s, cell_s = factors
         info = self._replica.info
         options = info.options
         assert options.max_batch_tokens is not None
@@ -81,8 +88,9 @@ class MeasuredCosts:
             attention_s=attention_s,
             sequence_s=sequence_s,
             context_token_s=context_token_s,
+            batch_context_token_s=batch_context_token_s,
             cell_s=cell_s,
-            request_s=statistics.median(self._request_s),
+            request_s=statistics.median(self._measured.request_s),
             max_seqs=info.max_seqs,
             batch_tokens=options.max_batch_tokens,
             itl_target_s=options.itl_target_ms / 1e3,
@@ -106,14 +114,6 @@ class MeasuredCosts:
     def _steps(self, first: int = 0) -> list[Steps]:
         return [each for steps in self._rounds[first:] for each in steps]
 
-    def _measure_request_s(self) -> list[float]:
-        """Seconds in client, gateway and server, per request for a long prompt that is cached."""
-        system = Message("system", self._words.make(SYSTEM_TOKENS))
-        questions = [Message("user", self._words.make(QUESTION_TOKENS)) for _ in range(_REQUESTS)]
-        gateway = self._cluster.gateway
-        _, *cached = [ask(gateway, [system, each], _ANSWER_TOKENS) for each in questions]
-        return [ttft_ms(each) / 1e3 - prompt_s(each) for each in cached]
-
     def _busy_s(self, count: int) -> float:
         """Seconds of an engine for a long prompt and hits on it, with `count` concurrent clients of
         the gateway."""
@@ -122,7 +122,7 @@ class MeasuredCosts:
         questions = [Message("user", words.make(QUESTION_TOKENS)) for _ in range(_BUSY_REQUESTS)]
 
         def engine_s(system: Message) -> float:
-            asked = [ask(gateway, [system, each], _ANSWER_TOKENS) for each in questions]
+            asked = [ask(gateway, [system, each], ANSWER_TOKENS) for each in questions]
             # without the last, when other clients may have ended
             return sum(prompt_s(each) + answer_s(each) for each in asked[:-1])
 

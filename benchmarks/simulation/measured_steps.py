@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ _PROMPT_TOKENS = (1500, 120, 1500, 400, 1500, 800, 1500, 1500)
 _HITS = 3
 _BATCHES = (1, 2, 4)
 _SHORT_TOKENS, _DECODE_TOKENS = 40, 512
+ANSWER_TOKENS = 32
+# an engine is idle for about as long between two requests of the load, and slower after it
+_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +35,9 @@ class Steps:
     """Steps in a row.
 
     prompts: that end in them. attended: pairs of a computed prompt token and one before it.
-    sequences, context: that decode, and tokens of all of them, summed over the steps. cells: pairs
-    of a computed token and a cell that attention passes over.
+    sequences, context: that decode, and tokens of all of them, summed over the steps. others: of
+    these tokens, those of all sequences but one. cells: pairs of a computed token and a cell that
+    attention passes over.
     """
 
     took_s: float
@@ -42,13 +47,14 @@ class Steps:
     attended: float = 0.0
     sequences: float = 0.0
     context: float = 0.0
+    others: float = 0.0
     cells: float = 0.0
 
     @property
     def row(self) -> tuple[float, ...]:
         """All but the time."""
         counts = (self.steps, self.prompts, self.prompt_tokens, self.attended)
-        return (*counts, self.sequences, self.context, self.cells)
+        return (*counts, self.sequences, self.context, self.others, self.cells)
 
 
 def ask(target: Target, prompt: Prompt, tokens: int) -> MeasuredRequest:
@@ -79,8 +85,9 @@ class KnownCells:
         self._keys = itertools.count()
         self._prompts: dict[str, Segment] = {}  # by their texts
 
-    def prompt(self, request: MeasuredRequest, text: str, batch: int) -> Steps:
-        """The steps of a prompt that was computed alone. batch: most tokens of a step."""
+    def request(self, request: MeasuredRequest, text: str, batch: int) -> Iterator[Steps]:
+        """The steps of a prompt that was computed alone, and those of its answer. batch: most
+        tokens of a step."""
         segments = self._admit(request, text)
         computed = request.prompt_tokens - request.cached_tokens
         cells = steps = done = 0
@@ -90,9 +97,17 @@ class KnownCells:
             steps += 1
             uncomputed = {segments[-2].key: computed - done, segments[-1].key: segments[-1].tokens}
             cells += tokens * self._cache.scanned_cells(uncomputed)
-        self._cache.release(segments)
         attended = (request.cached_tokens + computed / 2) * computed
-        return Steps(prompt_s(request), steps, 1, computed, attended, cells=cells)
+        yield Steps(prompt_s(request), steps, 1, computed, attended, cells=cells)
+        decoded = request.completion_tokens - 1
+        yield Steps(
+            took_s=answer_s(request),
+            steps=decoded,
+            sequences=decoded,
+            context=decoded * (request.prompt_tokens + request.completion_tokens / 2),
+            cells=decoded * self._cache.scanned_cells({}),
+        )
+        self._cache.release(segments)
 
     def answers(self, streams: Sequence[MeasuredRequest], texts: Sequence[str]) -> Steps:
         """One step of the decoding of streams that began together, when half of it is done."""
@@ -107,6 +122,7 @@ class KnownCells:
             steps=1,
             sequences=count,
             context=context,
+            others=context * (count - 1) / count,
             cells=count * scanned,
         )
 
@@ -125,12 +141,11 @@ class KnownCells:
 class MeasuredReplica:
     """A replica whose caches are empty, without drafts and without tiers that keep anything.
 
-    folder: runtime folder of its server. info: of its model.
+    folder: runtime folder of its server. model: by name or path. info: of the loaded model.
     """
 
-    def __init__(self, target: Target, folder: Path, model: str, threads: int) -> None:
-        self._target, self._model = target, model
-        self._cells = KnownCells(1)
+    def __init__(self, folder: Path, model: str, threads: int) -> None:
+        self._model = model
         self._settings = ServerSettings(runtime_dir=folder, state_dir=folder)
         # only the socket takes sizes of tiers, and a replica that others may fetch from has one
         self._options = LoadOptions(
@@ -142,29 +157,50 @@ class MeasuredReplica:
         """Load the model again."""
         with LocalClient(self._settings) as client:
             client.unload(self._model)
-            info = client.load(self._model, self._options, keep_alive="-1")
-        self._cells = KnownCells(info.kv_tokens)
-        return info
+            return client.load(self._model, self._options, keep_alive="-1")
+
+
+class MeasuredSteps:
+    """Steps of a model that a single replica has: they are measured through the gateway, as client,
+    gateway and server of a request slow its engine.
+
+    request_s: seconds in client, gateway and server, of each measured hit.
+    """
+
+    def __init__(self, gateway: Target, replica: MeasuredReplica, report_s: float) -> None:
+        self._gateway, self._replica, self._report_s = gateway, replica, report_s
+        self._cells = KnownCells(1)
+        self.request_s: list[float] = []
 
     def measure(self, words: WordPrompts) -> list[Steps]:
         """Answers and prompts in an empty cache, which they fill."""
-        self.empty()
+        self._empty()
         steps = [self._answers([words.make(_SHORT_TOKENS) for _ in range(n)]) for n in _BATCHES]
-        self.empty()
+        self._empty()
         texts = [words.make(tokens) for tokens in _PROMPT_TOKENS]
-        steps += [self._prompt(text) for text in texts]
-        steps += [self._prompt(text) for text in _continued(_HITS * texts[-2:], words)]
-        return [*steps, self._answers(_continued(texts[-2:], words))]
+        for text in texts:
+            steps += self._request(text)
+        for text in _continued(_HITS * texts[-2:], words):
+            steps += self._request(text)
+        return [*steps, *(self._answers(_continued(texts[-n:], words)) for n in _BATCHES[1:])]
 
-    def _prompt(self, text: str) -> Steps:
-        request = ask(self._target, text, 2)
-        assert self.info.options.max_batch_tokens is not None
-        return self._cells.prompt(request, text, self.info.options.max_batch_tokens)
+    def _empty(self) -> None:
+        self._cells = KnownCells(self._replica.empty().kv_tokens)
+        time.sleep(2 * self._report_s)  # until the gateway knows which replica has the model
+
+    def _request(self, text: str) -> Iterator[Steps]:
+        time.sleep(_PAUSE_S)
+        request = ask(self._gateway, text, ANSWER_TOKENS)
+        if request.cached_tokens > SYSTEM_TOKENS / 2:
+            self.request_s.append(request.first_s - request.sent_s - prompt_s(request))
+        batch_tokens = self._replica.info.options.max_batch_tokens
+        assert batch_tokens is not None
+        return self._cells.request(request, text, batch_tokens)
 
     def _answers(self, prompts: Sequence[str]) -> Steps:
         """One step of their decoding together."""
         with ThreadPoolExecutor(len(prompts)) as pool:
-            streams = list(pool.map(lambda text: ask(self._target, text, _DECODE_TOKENS), prompts))
+            streams = list(pool.map(lambda text: ask(self._gateway, text, _DECODE_TOKENS), prompts))
         return self._cells.answers(streams, prompts)
 
 
