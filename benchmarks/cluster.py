@@ -62,11 +62,11 @@ class Cluster:
         return [owner, *owner.children(recursive=True)]
 
     def add_model(self, path: str, name: str) -> Target:
-        """Give a model file another name, under which no replica has loaded it. Returns a client of
+        """Give a GGUF file another name, under which no replica has loaded it. Returns a client of
         the gateway for it."""
         copied = shutil.copy(path, self.folder / f"{name}.gguf")
         program = [sys.executable, "-m", "localgen", "cp", str(copied), name]
-        subprocess.run(program, env=_environment(self.folder), check=True)
+        subprocess.run(program, env=_environment(self.folder), check=True, stdout=sys.stderr)
         return _target(int(self.url.rpartition(":")[2]), name)
 
     def num_replicas(self) -> int:
@@ -114,10 +114,11 @@ def running_cluster(num_replicas: int, model: str = _MODEL, *options: str) -> It
 
 
 def _environment(folder: Path) -> dict[str, str]:
+    """Folders of its own, also for the names of models."""
     return os.environ | {
         "LOCALGEN_RUNTIME_DIR": f"{folder}/run",
         "LOCALGEN_STATE_DIR": f"{folder}/state",
-        "XDG_CONFIG_HOME": f"{folder}/config",
+        "LOCALGEN_CONFIG_DIR": f"{folder}/config",
     }
 
 

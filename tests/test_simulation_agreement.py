@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +23,7 @@ from benchmarks.simulation.costs import SLOTS, EngineCosts
 from benchmarks.simulation.gateway import PREFIX, Routing
 from benchmarks.simulation.held_prompts import HeldPrompts
 from benchmarks.simulation.measured_costs import fit_factors
-from benchmarks.simulation.measured_steps import KnownCells, Steps
+from benchmarks.simulation.measured_steps import KnownCells, MeasuredSteps, Steps
 from benchmarks.simulation.outcome import Outcome
 from benchmarks.simulation.prefix_cache import SlotCache
 from benchmarks.simulation.request import Request, Segment
@@ -68,6 +69,8 @@ def test_a_step_takes_longer_for_each_cell_up_to_the_last_one_in_use() -> None:
     outcome = play([one, other])  # both come to one replica, in steps of 512 and 188 tokens
     first, second = 512 * 512 + 188 * 768, 512 * 1280 + 188 * 1536  # to the next multiple of 256
     assert outcome.ttft_s[1] - outcome.ttft_s[0] == pytest.approx(COSTS.cell_s * (second - first))
+    prompt_s = 2 * COSTS.step_s + COSTS.prompt_s(0, SYSTEM + QUESTION) + COSTS.cell_s * first
+    assert outcome.ttft_s[0] == pytest.approx(prompt_s)
     alone, beside = (COSTS.decode_s(2, 1, SYSTEM + QUESTION, cells) for cells in (768, 1536))
     assert outcome.e2e_s[0] - outcome.ttft_s[0] == pytest.approx(alone)
     assert outcome.e2e_s[1] - outcome.ttft_s[1] == pytest.approx(beside)
@@ -143,18 +146,63 @@ def answered(prompt: int, cached: int, answer: int, took_s: float = 1.0) -> Meas
 
 def test_the_cells_of_measured_prompts_are_followed() -> None:
     cells = KnownCells(16_384)
-    steps, answer = cells.request(answered(1100, 3, 2), "long", 512)
+    steps, answer = cells.prompt_and_answer(answered(1100, 3, 2), "long", 512)
     assert (steps.took_s, steps.steps, steps.prompt_tokens) == (1.0, 3, 1097)
     assert steps.cells == 512 * 512 + 512 * 1024 + 73 * 1280
     assert steps.attended == (3 + 1097 / 2) * 1097
     assert (answer.took_s, answer.steps, answer.sequences) == (0.5, 1, 1)
     assert (answer.context, answer.others, answer.cells) == (1101, 0, 1280)
-    hit, answer = cells.request(answered(1180, 1100, 4), "long and more", 512)
+    hit, answer = cells.prompt_and_answer(answered(1180, 1100, 4), "long and more", 512)
     assert hit.cells == 80 * 1280
     assert (answer.steps, answer.context, answer.cells) == (3, 3 * 1182, 3 * 1280)
-    both = cells.answers([answered(100, 0, 4, 0.1), answered(120, 0, 4, 0.1)], ["a", "b"])
-    assert (both.sequences, both.context, both.others, both.cells) == (2, 224, 112, 2 * 1536)
+    both = cells.answers([answered(100, 0, 400, 0.1), answered(120, 0, 400, 0.1)], ["a", "b"])
+    # 1186 of the hit, which holds what the first had, and half of both answers
+    assert (both.sequences, both.context, both.others) == (2, 620, 310)
+    assert both.cells == 2 * 2048
     assert both.took_s == pytest.approx(0.1)
+
+
+class FakeGateway:
+    """Has all prompts cached. A word is a token."""
+
+    def __init__(self) -> None:
+        self.prompts: list[str] = []
+
+    def ask(self, prompt: str, tokens: int) -> MeasuredRequest:
+        known = [len(each.split()) for each in self.prompts if prompt.startswith(each)]
+        self.prompts.append(prompt)
+        return answered(len(prompt.split()), max(known, default=0), tokens)
+
+
+class FakeReplica:
+    def __init__(self, gateway: FakeGateway) -> None:
+        self.info = SimpleNamespace(kv_tokens=16_384, options=SimpleNamespace(max_batch_tokens=512))
+        self._gateway = gateway
+
+    def empty(self) -> SimpleNamespace:
+        self._gateway.prompts.clear()
+        return self.info
+
+
+def test_steps_are_measured_in_an_empty_cache_that_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept_s: list[float] = []
+    monkeypatch.setattr("benchmarks.simulation.measured_steps.time.sleep", slept_s.append)
+    gateway = FakeGateway()
+    measured = MeasuredSteps(gateway, FakeReplica(gateway), 2.0)  # type: ignore[arg-type]
+    steps = measured.measure(WordPrompts(1))
+    prompts = [each for each in steps if each.prompts]
+    alone = [each for each in steps if each.sequences and not each.others]
+    sizes = [1500, 120, 1500, 400, 1500, 800, 1500, 1500]
+    assert [each.prompt_tokens for each in prompts] == [*sizes, *[80] * 6], "and hits"
+    assert prompts[8].attended == (1500 + 40) * 80
+    assert len(alone) == 1 + 14, "one stream to a short prompt, and the answers"
+    together = [each for each in steps if each.others]
+    assert [each.sequences for each in together] == [2, 4, 2, 4, 2, 4]
+    assert min(each.context for each in together[2:]) > 2 * 1500
+    assert prompts[8].cells > 80 * 1500
+    assert measured.request_s == [0.0] * 6
+    assert slept_s.count(4.0) == 2, "until the gateway knows who has the model"
+    assert slept_s.count(1.0) == len(slept_s) - 2 == 14 + 7
 
 
 def test_the_costs_of_steps_are_found_again() -> None:

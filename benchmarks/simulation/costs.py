@@ -18,10 +18,10 @@ SLOTS, BLOCKS = "slots", "blocks"
 class EngineCosts:
     """Seconds of a step: step_s + prompt_token_s for each prompt token + first_token_s for each
     prompt that ends in it + sequence_s for each decoding sequence + context_token_s for each token
-    in their contexts + batch_context_token_s for those of all but one of them, as a core's cache
-    may hold the keys and values of one + attention_s for each pair of a prompt token and a token
-    before it + cell_s for each pair of a computed token and a cell of the KV cache: llama.cpp reads
-    the mask of all up to the last one in use, by whomever.
+    in their contexts + batch_context_token_s for each of these tokens that is not of one of the
+    sequences, as a core's cache may hold the keys and values of one + attention_s for each pair of
+    a prompt token and a token before it + cell_s for each pair of a computed token and a cell of
+    the KV cache: llama.cpp reads the mask of all up to the last one in use, by whomever.
 
     source: what measured it. request_s: from the client to the engine and back, outside of steps.
     max_seqs, batch_tokens, itl_target_s, kv_tokens: limits of the engine. kv_bytes: of a token.
@@ -56,9 +56,9 @@ class EngineCosts:
         cells: see cell_s."""
         grown = sequences * steps * (steps - 1) / 2
         fixed_s = self._decode_step_s(sequences, cells)
-        return steps * fixed_s + self._context_token_s(sequences) * (steps * context + grown)
+        return steps * fixed_s + self._mean_context_token_s(sequences) * (steps * context + grown)
 
-    def _context_token_s(self, sequences: int) -> float:
+    def _mean_context_token_s(self, sequences: int) -> float:
         """For each token in the contexts of so many sequences, which are taken as equally long."""
         others = (sequences - 1) / sequences if sequences else 0.0
         return self.context_token_s + self.batch_context_token_s * others
@@ -69,9 +69,9 @@ class EngineCosts:
 
     def steps_within(self, seconds: float, sequences: int, context: int, cells: int = 0) -> int:
         """Number of whole decode steps in this time."""
-        context_token_s = self._context_token_s(sequences)
-        square = context_token_s * sequences / 2
-        each_s = self._decode_step_s(sequences, cells) + context_token_s * context - square
+        mean_s = self._mean_context_token_s(sequences)
+        square = mean_s * sequences / 2
+        each_s = self._decode_step_s(sequences, cells) + mean_s * context - square
         # square * n² + each_s * n = seconds, in the form that is exact for a small square
         found = int(2 * seconds / (each_s + math.sqrt(each_s**2 + 4 * square * seconds)))
         while self.decode_s(found + 1, sequences, context, cells) <= seconds:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import numpy as np
 
 from benchmarks.cluster import Cluster
@@ -13,6 +14,7 @@ from benchmarks.measure import machine
 from benchmarks.simulation.costs import SLOTS, EngineCosts
 from benchmarks.simulation.measured_steps import (
     ANSWER_TOKENS,
+    FACTORS,
     QUESTION_TOKENS,
     SYSTEM_TOKENS,
     MeasuredReplica,
@@ -24,6 +26,7 @@ from benchmarks.simulation.measured_steps import (
 )
 from localgen.backends.types import Message
 from localgen.bench.prompts import WordPrompts
+from localgen.cluster.totals import REPLICAS
 
 _BUSY_REQUESTS = 5
 # of a model that only the first replica has, so that the gateway sends it all requests
@@ -54,8 +57,10 @@ class MeasuredCosts:
         self._slowdowns: list[list[float]] = []
 
     def measure(self) -> None:
-        """One round: steps of a replica while the others are idle, and with all busy."""
+        """One round: steps of a replica while the others are idle, and with all busy. Raises
+        RuntimeError if another replica took a part in the steps."""
         self._rounds.append(self._measured.measure(self._words))
+        self._require_one_holder()
         counts = range(1, len(self._cluster.replicas) + 1)
         # the most first: their caches are filled by it, those of the fewer ones were before
         times_s = {count: self._busy_s(count) for count in reversed(counts)}
@@ -72,9 +77,8 @@ class MeasuredCosts:
 
     def costs(self, first: int = 0) -> EngineCosts:
         """Steps are fitted to the rounds from this one on; what is no step is a median of all."""
-        step_s, *factors = _fit(self._steps(first))
-        first_token_s, prompt_token_s, attention_s, sequence_s, *factors = factors
-        context_token_s, batch_context_token_s, cell_s = factors
+        factors = dict(zip(FACTORS, _fit(self._steps(first)), strict=True))
+        factors["step_s"] = max(factors["step_s"], 1e-6)
         info = self._replica.info
         options = info.options
         assert options.max_batch_tokens is not None
@@ -82,14 +86,7 @@ class MeasuredCosts:
         return EngineCosts(
             source=f"benchmarks.simulation.agreement, {info.description}, {self._threads} threads "
             f"of {machine()['cpu']}",
-            step_s=max(step_s, 1e-6),
-            first_token_s=first_token_s,
-            prompt_token_s=prompt_token_s,
-            attention_s=attention_s,
-            sequence_s=sequence_s,
-            context_token_s=context_token_s,
-            batch_context_token_s=batch_context_token_s,
-            cell_s=cell_s,
+            **factors,
             request_s=statistics.median(self._measured.request_s),
             max_seqs=info.max_seqs,
             batch_tokens=options.max_batch_tokens,
@@ -113,6 +110,12 @@ class MeasuredCosts:
 
     def _steps(self, first: int = 0) -> list[Steps]:
         return [each for steps in self._rounds[first:] for each in steps]
+
+    def _require_one_holder(self) -> None:
+        replicas = httpx.get(f"{self._cluster.url}/v1/stats").json()[REPLICAS]
+        models = [[model["name"] for model in each["models"]] for each in replicas.values()]
+        if (count := sum(_NAME in names for names in models)) != 1:
+            raise RuntimeError(f"{count} replicas have loaded the model that one should have")
 
     def _busy_s(self, count: int) -> float:
         """Seconds of an engine for a long prompt and hits on it, with `count` concurrent clients of

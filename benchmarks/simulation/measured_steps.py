@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,8 @@ _PROMPT_TOKENS = (1500, 120, 1500, 400, 1500, 800, 1500, 1500)
 # questions behind each of two of them: most requests of the load are such hits
 _HITS = 3
 _BATCHES = (1, 2, 4)
-_SHORT_TOKENS, _DECODE_TOKENS = 40, 512
+# answers that are decoded together: to short prompts and to hits, which decode more slowly
+_SHORT_TOKENS, _SHORT_ANSWER_TOKENS, _LONG_ANSWER_TOKENS = 40, 512, 64
 ANSWER_TOKENS = 32
 # an engine is idle for about as long between two requests of the load, and slower after it
 _PAUSE_S = 1.0
@@ -52,9 +53,16 @@ class Steps:
 
     @property
     def row(self) -> tuple[float, ...]:
-        """All but the time."""
+        """All but the time, in the order of FACTORS."""
         counts = (self.steps, self.prompts, self.prompt_tokens, self.attended)
         return (*counts, self.sequences, self.context, self.others, self.cells)
+
+
+# of EngineCosts
+FACTORS = (
+    *("step_s", "first_token_s", "prompt_token_s", "attention_s", "sequence_s"),
+    *("context_token_s", "batch_context_token_s", "cell_s"),
+)
 
 
 def ask(target: Target, prompt: Prompt, tokens: int) -> MeasuredRequest:
@@ -77,6 +85,11 @@ def answer_s(request: MeasuredRequest) -> float:
     return request.timings.predicted_ms / 1e3
 
 
+def is_hit(request: MeasuredRequest) -> bool:
+    """Whether more was cached than the few tokens that all prompts begin with."""
+    return request.cached_tokens > QUESTION_TOKENS
+
+
 class KnownCells:
     """KV cache cells in use at a replica without other clients, tracked from an empty cache."""
 
@@ -85,10 +98,12 @@ class KnownCells:
         self._keys = itertools.count()
         self._prompts: dict[str, Segment] = {}  # by their texts
 
-    def request(self, request: MeasuredRequest, text: str, batch: int) -> Iterator[Steps]:
+    def prompt_and_answer(
+        self, request: MeasuredRequest, text: str, batch: int
+    ) -> tuple[Steps, Steps]:
         """The steps of a prompt that was computed alone, and those of its answer. batch: most
         tokens of a step."""
-        segments = self._admit(request, text)
+        segments = self._admit(request, text, request.completion_tokens)
         computed = request.prompt_tokens - request.cached_tokens
         cells = steps = done = 0
         while done < computed:
@@ -98,9 +113,9 @@ class KnownCells:
             uncomputed = {segments[-2].key: computed - done, segments[-1].key: segments[-1].tokens}
             cells += tokens * self._cache.scanned_cells(uncomputed)
         attended = (request.cached_tokens + computed / 2) * computed
-        yield Steps(prompt_s(request), steps, 1, computed, attended, cells=cells)
+        prompt = Steps(prompt_s(request), steps, 1, computed, attended, cells=cells)
         decoded = request.completion_tokens - 1
-        yield Steps(
+        answer = Steps(
             took_s=answer_s(request),
             steps=decoded,
             sequences=decoded,
@@ -108,12 +123,15 @@ class KnownCells:
             cells=decoded * self._cache.scanned_cells({}),
         )
         self._cache.release(segments)
+        return prompt, answer
 
     def answers(self, streams: Sequence[MeasuredRequest], texts: Sequence[str]) -> Steps:
         """One step of the decoding of streams that began together, when half of it is done."""
-        admitted = [self._admit(each, text) for each, text in zip(streams, texts, strict=True)]
-        uncomputed = {answer.key: answer.tokens // 2 for *_, answer in admitted}
-        scanned, count = self._cache.scanned_cells(uncomputed), len(streams)
+        admitted = [
+            self._admit(each, text, each.completion_tokens // 2)
+            for each, text in zip(streams, texts, strict=True)
+        ]
+        scanned, count = self._cache.scanned_cells({}), len(streams)
         for segments in admitted:
             self._cache.release(segments)
         context = sum(each.prompt_tokens + each.completion_tokens / 2 for each in streams)
@@ -126,12 +144,16 @@ class KnownCells:
             cells=count * scanned,
         )
 
-    def _admit(self, request: MeasuredRequest, text: str) -> tuple[Segment, ...]:
-        """Segments of a request: its cached prefix, if any, the computed prompt, and the answer."""
+    def _admit(self, request: MeasuredRequest, text: str, answered: int) -> tuple[Segment, ...]:
+        """Segments of a request: its cached prefix, if any, the computed prompt, and the answer.
+
+        answered: tokens of the answer.
+        """
         begins = [each for start, each in self._prompts.items() if text.startswith(start)]
-        cached = begins[-1:] if request.cached_tokens > SYSTEM_TOKENS / 2 else []
+        cached = begins[-1:] if is_hit(request) else []
+        assert cached or not is_hit(request), "a hit on nothing"
         new = Segment(next(self._keys), request.prompt_tokens - request.cached_tokens)
-        segments = (*cached, new, Segment(next(self._keys), request.completion_tokens))
+        segments = (*cached, new, Segment(next(self._keys), answered))
         assert self._cache.admit(segments), "more than the cache holds"
         if not cached:
             self._prompts[text] = new
@@ -164,7 +186,8 @@ class MeasuredSteps:
     """Steps of a model that a single replica has: they are measured through the gateway, as client,
     gateway and server of a request slow its engine.
 
-    request_s: seconds in client, gateway and server, of each measured hit.
+    report_s: seconds between two reports of a replica to the gateway. request_s: seconds in client,
+    gateway and server, of each measured hit.
     """
 
     def __init__(self, gateway: Target, replica: MeasuredReplica, report_s: float) -> None:
@@ -175,32 +198,38 @@ class MeasuredSteps:
     def measure(self, words: WordPrompts) -> list[Steps]:
         """Answers and prompts in an empty cache, which they fill."""
         self._empty()
-        steps = [self._answers([words.make(_SHORT_TOKENS) for _ in range(n)]) for n in _BATCHES]
+        steps = []
+        for count in _BATCHES:
+            prompts = [words.make(_SHORT_TOKENS) for _ in range(count)]
+            steps.append(self._answers(prompts, _SHORT_ANSWER_TOKENS))
         self._empty()
         texts = [words.make(tokens) for tokens in _PROMPT_TOKENS]
         for text in texts:
             steps += self._request(text)
         for text in _continued(_HITS * texts[-2:], words):
             steps += self._request(text)
-        return [*steps, *(self._answers(_continued(texts[-n:], words)) for n in _BATCHES[1:])]
+        for count in 2 * _BATCHES[1:]:
+            steps.append(self._answers(_continued(texts[-count:], words), _LONG_ANSWER_TOKENS))
+        return steps
 
     def _empty(self) -> None:
         self._cells = KnownCells(self._replica.empty().kv_tokens)
         time.sleep(2 * self._report_s)  # until the gateway knows which replica has the model
 
-    def _request(self, text: str) -> Iterator[Steps]:
+    def _request(self, text: str) -> tuple[Steps, Steps]:
         time.sleep(_PAUSE_S)
         request = ask(self._gateway, text, ANSWER_TOKENS)
-        if request.cached_tokens > SYSTEM_TOKENS / 2:
+        if is_hit(request):
             self.request_s.append(request.first_s - request.sent_s - prompt_s(request))
         batch_tokens = self._replica.info.options.max_batch_tokens
         assert batch_tokens is not None
-        return self._cells.request(request, text, batch_tokens)
+        return self._cells.prompt_and_answer(request, text, batch_tokens)
 
-    def _answers(self, prompts: Sequence[str]) -> Steps:
+    def _answers(self, prompts: Sequence[str], tokens: int) -> Steps:
         """One step of their decoding together."""
+        time.sleep(_PAUSE_S)
         with ThreadPoolExecutor(len(prompts)) as pool:
-            streams = list(pool.map(lambda text: ask(self._gateway, text, _DECODE_TOKENS), prompts))
+            streams = list(pool.map(lambda text: ask(self._gateway, text, tokens), prompts))
         return self._cells.answers(streams, prompts)
 
 

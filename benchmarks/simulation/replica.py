@@ -179,7 +179,8 @@ class Replica:
         self._start_timer(self._run)
 
     def _scanned_cells(self, shares: Sequence[tuple[Job, int]]) -> int:
-        """Of the KV cache, by a step that computes these prompt tokens. Answers count whole."""
+        """Of the KV cache, by a step that computes these prompt tokens. Answers count whole as soon
+        as they begin."""
         of_step = dict(shares)
         uncomputed: dict[int, int] = {}
         for job in (*self._fetching, *self._prefilling):
@@ -187,6 +188,7 @@ class Replica:
             for key, tokens in reversed(job.request.prompt):
                 uncomputed[key] = min(left, tokens)
                 left -= uncomputed[key]
+            uncomputed[job.request.answer.key] = job.request.answer.tokens
         return self.cache.scanned_cells(uncomputed)
 
     def _start_timer(self, run: _Run) -> None:
