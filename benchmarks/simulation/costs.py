@@ -59,7 +59,7 @@ class EngineCosts:
         return steps * fixed_s + self._mean_context_token_s(sequences) * (steps * context + grown)
 
     def _mean_context_token_s(self, sequences: int) -> float:
-        """For each token in the contexts of so many sequences, which are taken as equally long."""
+        """Seconds per context token in a step that decodes so many sequences of equal length."""
         others = (sequences - 1) / sequences if sequences else 0.0
         return self.context_token_s + self.batch_context_token_s * others
 

@@ -86,7 +86,7 @@ def answer_s(request: MeasuredRequest) -> float:
 
 
 def is_hit(request: MeasuredRequest) -> bool:
-    """Whether more was cached than the few tokens that all prompts begin with."""
+    """Whether a long prefix was cached, not only the few tokens that all prompts share."""
     return request.cached_tokens > QUESTION_TOKENS
 
 
