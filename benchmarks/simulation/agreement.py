@@ -2,10 +2,10 @@
 
 Measures the costs of a replica, plays the same requests through the gateway of a real cluster,
 twice, and through the simulator, and prints hit rates, times to the first token and the whole time
-of each. The second play shows how much the first one could differ by chance; the simulated figures
-are means of 20 plays whose arrivals differ by up to 10 ms. Prefixes are kept in
-the KV cache only: the simulator has no tiers in RAM and on disk. Needs localgen[cluster]: run it
-with the Python of .venv/cluster, on an idle machine.
+of each, and of all plays together. The second play shows how much the first one could differ by
+chance. The simulated plays are 20 for each real one, whose arrivals differ by up to 10 ms. Prefixes
+are kept in the KV cache only: the simulator has no tiers in RAM and on disk. Needs
+localgen[cluster]: run it with the Python of .venv/cluster, on an idle machine.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
-import numpy as np
 import psutil
 
 from benchmarks.cluster import Cluster as RealCluster
 from benchmarks.cluster import running_cluster
 from benchmarks.measure import ModelLine, Report, command, table
 from benchmarks.simulation.cluster import Cluster, Fleet
-from benchmarks.simulation.comparison import HEAD, SUMMARY_HEAD, Comparison, Figures, summary
+from benchmarks.simulation.comparison import HEAD, SUMMARY_HEAD, Comparison, Play, summary
 from benchmarks.simulation.costs import EngineCosts
 from benchmarks.simulation.gateway import PREFIX, Routing
 from benchmarks.simulation.measured_costs import MeasuredCosts, counted_words
@@ -117,14 +116,11 @@ def _cpu_s_of_others(cluster: RealCluster) -> float:
     return used_s
 
 
-def real_figures(answered: Sequence[MeasuredRequest]) -> Figures:
-    times_s = [each.first_s - each.sent_s for each in answered]
-    cached = sum(each.cached_tokens for each in answered)
-    return Figures(
-        cached / sum(each.prompt_tokens for each in answered),
-        statistics.mean(times_s),
-        statistics.median(times_s),
-        float(np.percentile(times_s, 95)),
+def real_play(answered: Sequence[MeasuredRequest]) -> Play:
+    return Play(
+        [each.first_s - each.sent_s for each in answered],
+        sum(each.prompt_tokens for each in answered),
+        sum(each.cached_tokens for each in answered),
         max(each.ended_s for each in answered) - min(each.sent_s for each in answered),
     )
 
@@ -163,12 +159,12 @@ def simulated_requests(
     return requests
 
 
-def simulated_figures(
+def simulated_play(
     requests: Sequence[Request],
     costs: EngineCosts,
     slowdowns: tuple[float, ...],
     names: tuple[str, ...],
-) -> Figures:
+) -> Play:
     """slowdowns: of replicas that share this machine. names: of the real ones."""
     fleet = Fleet(
         replicas=len(names),
@@ -179,13 +175,8 @@ def simulated_figures(
     spill = ClusterConfig().spill
     routing = Routing(policy=PREFIX, spill=spill, max_chunks=MAX_CHUNKS, report_s=_REPORT_S)
     outcome = Cluster(fleet, costs, routing).play(requests)
-    return Figures(
-        outcome.hit_rate,
-        statistics.mean(outcome.ttft_s),
-        outcome.ttft_percentile_s(50),
-        outcome.ttft_percentile_s(95),
-        outcome.took_s - requests[0].arrival_s + costs.request_s,
-    )
+    took_s = outcome.took_s - requests[0].arrival_s + costs.request_s
+    return Play(list(outcome.ttft_s), outcome.prompt_tokens, outcome.cached_tokens, took_s)
 
 
 def at_other_times(requests: Sequence[Request], seed: int) -> list[Request]:
@@ -228,7 +219,8 @@ def compare(cluster: RealCluster, options: argparse.Namespace, report: Report) -
     costs, slowdowns = measured.costs(), measured.slowdowns
     print(f"{costs}, error {measured.error:.1%}, {slowdowns}", file=sys.stderr, flush=True)
     report.add(f"{len(replicas)} replicas: error of the fit", "costs", "of 1", [measured.error])
-    report.add(f"{len(replicas)} replicas: slowdown of 1, 2, … busy ones", "costs", "", slowdowns)
+    for busy, samples in enumerate(measured.slowdown_samples, 1):
+        report.add(f"{len(replicas)} replicas: slowdown of {busy} busy ones", "costs", "", samples)
     if options.save_costs:
         costs.save(options.save_costs)
     names = tuple(httpx.get(f"{cluster.url}/v1/stats").json()["replicas"])
@@ -236,11 +228,11 @@ def compare(cluster: RealCluster, options: argparse.Namespace, report: Report) -
     for each in played:
         requests = simulated_requests(each.planned, each.plays[0])
         simulated = [
-            simulated_figures(at_other_times(requests, number), its_costs, slowdowns, names)
+            simulated_play(at_other_times(requests, number), its_costs, slowdowns, names)
             for its_costs in each.costs
             for number in range(_SIMULATIONS)
         ]
-        real = list(map(real_figures, each.plays))
+        real = list(map(real_play, each.plays))
         found.append(Comparison(len(replicas), each.load, each.seed, real, simulated))
         found[-1].add_to(report)
         print(table(HEAD, found[-1].rows()), flush=True)
@@ -314,7 +306,7 @@ def main(arguments: list[str] | None = None) -> int:
     for replicas in options.replicas:
         with running_cluster(replicas, options.model) as cluster:
             found = compare(cluster, options, report)
-        print(table(SUMMARY_HEAD, summary(found)), flush=True)
+        print(table(SUMMARY_HEAD, summary(found, report)), flush=True)
     report.commands.append(command("benchmarks.simulation.agreement", arguments))
     report.save("simulation-agreement", options.output)
     return 0

@@ -2,25 +2,53 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from benchmarks.measure import Report
 
 HEAD = ("replicas", "load", "seed", "figure", "real", "again", "simulated", "difference")
-SUMMARY_HEAD = ("replicas", "figure", "median difference", "of all", "between real plays")
+SUMMARY_HEAD = (
+    *("replicas", "figure", "real", "simulated", "difference"),
+    *("of each", "between real plays"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """Requests that were all answered. cached_tokens: of the prompt_tokens of all. took_s: from the
+    first arrival to the last token."""
+
+    ttft_s: Sequence[float]
+    prompt_tokens: int
+    cached_tokens: int
+    took_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of a play of all requests."""
+    """Of plays, with the TTFT over the requests of all of them. took_s: of one play."""
 
     hit_rate: float
     ttft_mean_s: float
     ttft_p50_s: float
     ttft_p95_s: float
     took_s: float
+
+    @classmethod
+    def of(cls, plays: Sequence[Play]) -> Figures:
+        times_s = list(itertools.chain.from_iterable(each.ttft_s for each in plays))
+        return cls(
+            sum(each.cached_tokens for each in plays) / sum(each.prompt_tokens for each in plays),
+            statistics.mean(times_s),
+            statistics.median(times_s),
+            float(np.percentile(times_s, 95)),
+            statistics.mean(each.took_s for each in plays),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,47 +58,60 @@ class Comparison:
     replicas: int
     load: float
     seed: int
-    real: Sequence[Figures]
-    simulated: Sequence[Figures]
+    real: Sequence[Play]
+    simulated: Sequence[Play]
 
     def difference(self, name: str) -> float:
-        """Of the mean of the simulated plays to that of the real ones, as a share of it."""
-        real, simulated = _values(self.real, name), _values(self.simulated, name)
-        return statistics.mean(simulated) / statistics.mean(real) - 1
+        """Of the figure of the simulated plays to that of the real ones, as a share of it."""
+        return _figure(self.simulated, name) / _figure(self.real, name) - 1
 
     def spread(self, name: str) -> float:
-        """Of the real plays, as a share of their mean."""
-        values = _values(self.real, name)
-        return (max(values) - min(values)) / statistics.mean(values)
+        """Of the figures of single real plays, as a share of that of all."""
+        values = _of_each(self.real, name)
+        return (max(values) - min(values)) / _figure(self.real, name)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Lines of the table, with the mean of the simulated plays."""
+        """Lines of the table, with the figure of all simulated plays."""
         setting = (str(self.replicas), f"{self.load:g}", str(self.seed))
         found: list[tuple[str, ...]] = []
         for name in Figures.__slots__:
-            mean = statistics.mean(_values(self.simulated, name))
-            values = (f"{value:.3f}" for value in (*_values(self.real, name), mean))
-            found.append((*setting, name, *values, f"{self.difference(name):+.1%}"))
+            values = (*_of_each(self.real, name), _figure(self.simulated, name))
+            texts = (f"{value:.3f}" for value in values)
+            found.append((*setting, name, *texts, f"{self.difference(name):+.1%}"))
         return found
 
     def add_to(self, report: Report) -> None:
         for name in Figures.__slots__:
             test = f"{self.replicas} replicas, load {self.load:g}, seed {self.seed}: {name}"
-            report.add(test, "real", "", _values(self.real, name))
-            report.add(test, "simulated", "", _values(self.simulated, name))
+            report.add(test, "real", "", _of_each(self.real, name))
+            report.add(test, "simulated", "", _of_each(self.simulated, name))
 
 
-def _values(plays: Sequence[Figures], name: str) -> list[float]:
-    return [getattr(each, name) for each in plays]
+def _figure(plays: Sequence[Play], name: str) -> float:
+    return float(getattr(Figures.of(plays), name))
 
 
-def summary(comparisons: Sequence[Comparison]) -> list[tuple[str, ...]]:
-    """A line for each figure of some comparisons with as many replicas."""
+def _of_each(plays: Sequence[Play], name: str) -> list[float]:
+    return [_figure([each], name) for each in plays]
+
+
+def together(comparisons: Sequence[Comparison]) -> tuple[Figures, Figures]:
+    """Of the real and of the simulated plays of all comparisons."""
+    real = itertools.chain.from_iterable(each.real for each in comparisons)
+    simulated = itertools.chain.from_iterable(each.simulated for each in comparisons)
+    return Figures.of(list(real)), Figures.of(list(simulated))
+
+
+def summary(comparisons: Sequence[Comparison], report: Report) -> list[tuple[str, ...]]:
+    """A line for each figure of all plays with as many replicas, which are added to the report."""
     found: list[tuple[str, ...]] = []
+    replicas = comparisons[0].replicas
     for name in Figures.__slots__:
-        differences = [each.difference(name) for each in comparisons]
+        real, simulated = (float(getattr(each, name)) for each in together(comparisons))
+        report.add(f"{replicas} replicas, all plays: {name}", "real", "", [real])
+        report.add(f"{replicas} replicas, all plays: {name}", "simulated", "", [simulated])
         spread = statistics.median(each.spread(name) for each in comparisons)
-        all_of_them = ", ".join(f"{each:+.1%}" for each in differences)
-        median = f"{statistics.median(differences):+.1%}"
-        found.append((str(comparisons[0].replicas), name, median, all_of_them, f"{spread:.1%}"))
+        differences = ", ".join(f"{each.difference(name):+.1%}" for each in comparisons)
+        values = (f"{real:.3f}", f"{simulated:.3f}", f"{simulated / real - 1:+.1%}")
+        found.append((str(replicas), name, *values, differences, f"{spread:.1%}"))
     return found

@@ -29,6 +29,8 @@ from localgen.bench.prompts import WordPrompts
 from localgen.cluster.totals import REPLICAS
 
 _BUSY_REQUESTS = 5
+# of a round: single ones differ by a tenth
+_BUSY_SAMPLES = 3
 # of a model that only the first replica has, so that the gateway sends it all requests
 _NAME = "measured"
 
@@ -62,14 +64,20 @@ class MeasuredCosts:
         self._rounds.append(self._measured.measure(self._words))
         self._require_one_holder()
         counts = range(1, len(self._cluster.replicas) + 1)
-        # the most first: their caches are filled by it, those of the fewer ones were before
-        times_s = {count: self._busy_s(count) for count in reversed(counts)}
-        self._slowdowns.append([times_s[count] / times_s[1] for count in counts])
+        self._busy_s(counts[-1])  # fills the caches
+        for _ in range(_BUSY_SAMPLES):
+            times_s = {count: self._busy_s(count) for count in counts}
+            self._slowdowns.append([times_s[count] / times_s[1] for count in counts])
 
     @property
     def slowdowns(self) -> tuple[float, ...]:
         """How many times as long as alone requests take with 1, 2, … replicas that compute."""
-        return tuple(map(statistics.median, zip(*self._slowdowns, strict=True)))
+        return tuple(map(statistics.median, self.slowdown_samples))
+
+    @property
+    def slowdown_samples(self) -> list[tuple[float, ...]]:
+        """For each number of replicas that compute, those of all rounds."""
+        return list(zip(*self._slowdowns, strict=True))
 
     @property
     def num_rounds(self) -> int:
