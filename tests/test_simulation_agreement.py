@@ -295,3 +295,9 @@ def test_factors_of_costs_are_found_and_never_below_zero() -> None:
     found = fit_factors(rows, falling)
     assert found[2] == 0.0
     assert found[1] == pytest.approx(0.002, rel=0.1)
+
+
+def test_steps_that_are_slow_by_chance_count_as_much_as_fast_ones() -> None:
+    rows = [[1.0, batch] for batch in (1, 2, 4) for _ in range(2)]
+    times = [(0.01 + 0.002 * rows[at][1]) * (0.6, 1.4)[at % 2] for at in range(6)]
+    assert fit_factors(rows, times) == pytest.approx([0.01, 0.002])

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.cluster import Cluster
 from benchmarks.measure import machine
@@ -31,6 +32,8 @@ from localgen.cluster.totals import REPLICAS
 _BUSY_REQUESTS = 5
 # of a round: single ones differ by a tenth
 _BUSY_SAMPLES = 3
+_REWEIGHTINGS = 10
+_LEAST_STEP_S = 1e-6
 # of a model that only the first replica has, so that the gateway sends it all requests
 _NAME = "measured"
 
@@ -86,7 +89,7 @@ class MeasuredCosts:
     def costs(self, first: int = 0) -> EngineCosts:
         """Steps are fitted to the rounds from this one on; what is no step is a median of all."""
         factors = dict(zip(FACTORS, _fit(self._steps(first)), strict=True))
-        factors["step_s"] = max(factors["step_s"], 1e-6)
+        factors["step_s"] = max(factors["step_s"], _LEAST_STEP_S)
         info = self._replica.info
         options = info.options
         assert options.max_batch_tokens is not None
@@ -146,16 +149,27 @@ def _fit(steps: Sequence[Steps]) -> list[float]:
 
 
 def fit_factors(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Factors of the columns, none below 0, with the least relative error (active set)."""
-    matrix, wanted = np.array(rows), np.array(values)
-    scaled = matrix / wanted[:, None]
+    """Factors of the columns, none below 0, with the least errors relative to the fitted values.
+
+    Errors relative to the measured ones would make the fit too low: the slower a step happened to
+    be, the less its error would count.
+    """
+    matrix, measured = np.array(rows), np.array(values)
+    fitted = measured
+    for _ in range(_REWEIGHTINGS):
+        factors = _least_squares(matrix / fitted[:, None], measured / fitted)
+        fitted = np.maximum(matrix @ factors, _LEAST_STEP_S)
+    return [float(each) for each in factors]
+
+
+def _least_squares(matrix: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
+    """With no factor below 0 (active set)."""
     used = list(range(matrix.shape[1]))
     while True:
-        found = np.linalg.lstsq(scaled[:, used], np.ones(len(wanted)), rcond=None)[0]
+        found = np.linalg.lstsq(matrix[:, used], wanted, rcond=None)[0]
         if (found >= 0).all() or len(used) == 1:
             break
         used.pop(int(found.argmin()))
-    factors = [0.0] * matrix.shape[1]
-    for column, factor in zip(used, found, strict=True):
-        factors[column] = max(0.0, float(factor))
+    factors = np.zeros(matrix.shape[1])
+    factors[used] = np.maximum(found, 0.0)
     return factors
