@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import time
 from collections import deque
@@ -243,8 +244,9 @@ class QuantizeJob:
         estimated_s = self._report_time(step, states, on_event)
         started_s = time.monotonic()
         for index in range(resumed, self.num_layers):
-            on_event(ProgressEvent(step, index, self.num_layers, "layers"))
-            self._process_layer(index, states, originals)
+            progress = ProgressEvent(step, index, self.num_layers, "layers")
+            on_event(progress)
+            self._process_layer(index, states, originals, self._on_steps(progress, on_event))
         seconds = time.monotonic() - started_s
         on_event(ProgressEvent(step, self.num_layers, self.num_layers, "layers"))
         if self.mode == "round":
@@ -300,13 +302,23 @@ class QuantizeJob:
         on_event(LayersEstimateEvent(step, left, seconds))
         return seconds
 
+    def _on_steps(self, progress: ProgressEvent, on_event: OnEvent) -> Callable[[], None]:
+        """For CalibrationLayer.on_learning_step: learning takes most of a layer's time."""
+        calls, steps = itertools.count(), self.prepared.recipe.rounding_steps
+        return lambda: on_event(replace(progress, current=next(calls) / (steps + 1)))
+
     @torch.no_grad()
     def _process_layer(
-        self, index: int, states: ActivationFiles | None, originals: ActivationFiles | None
+        self,
+        index: int,
+        states: ActivationFiles | None,
+        originals: ActivationFiles | None,
+        on_learning_step: Callable[[], None],
     ) -> None:
         """originals: states of the original model; None if the recipe does not compare them."""
         prepared = self.prepared
         layer = self._read_layer(index, states, originals)
+        layer = replace(layer, on_learning_step=on_learning_step)
         forward, device = layer.forward, prepared.device
 
         def advance(files: ActivationFiles, tensors: LayerTensors) -> None:

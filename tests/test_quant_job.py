@@ -172,6 +172,16 @@ def test_resumed_runs_give_the_same_files(
     assert files(uninterrupted(recipe)) == files(parts)
 
 
+def test_progress_within_layers_whose_rounding_is_learned(tmp_path: Path) -> None:
+    seen: list[QuantizeEvent] = []
+    job(LEARNED, tmp_path / "out").run(seen.append, resume=False)
+    layers = [one for one in seen if isinstance(one, ProgressEvent) and one.unit == "layers"]
+    completed = [one.completed for one in layers]
+    of_a_layer = [0.0, 0.2, 0.4, 0.6, 0.8]  # before the first of four steps, and after each
+    wanted = [index + each for index in range(LAYERS) for each in (0.0, *of_a_layer)]
+    assert completed == pytest.approx([*wanted, LAYERS])
+
+
 def test_run_killed_while_writing_is_resumed(
     uninterrupted: Callable[[Recipe], Path], tmp_path: Path
 ) -> None:

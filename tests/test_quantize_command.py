@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from localgen.machine.python_process import python_command, python_environment
 from localgen.machine.step_times import StepTimes
 from localgen.quant import compare, originals
 from localgen.quant.advice import best_method, estimate_methods
+from localgen.quant.request.events import ProgressEvent
 
 INVALID = errors.EXIT_STATUS_BY_CODE["invalid_request"]
 NOT_FOUND = errors.EXIT_STATUS_BY_CODE["model_not_found"]
@@ -307,6 +309,20 @@ def test_missing_packages_are_named() -> None:
 
     with pytest.raises(LoadFailed, match="needs tokenizers, not installed"):
         originals.require_packages(lambda name: None if name == "tokenizers" else name)
+
+
+def test_time_left_is_said_within_a_layer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("localgen.cli.quantize_report.time.monotonic", lambda: now_s[-1])
+    progress = quantize_report.StepProgress()
+    begun = ProgressEvent("quantizing", 0, 4, "layers")
+    for time_s, share in ((0.0, 0.0), (5.0, 0.1), (30.0, 0.5)):
+        now_s.append(time_s)
+        event = replace(begun, current=share)
+        progress.update(event.step, event.completed, event.total, event.unit)
+    assert "quantizing: 0 of 4 layers, 3 min 30 s left\n" in capsys.readouterr().err
 
 
 def test_a_calibrated_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

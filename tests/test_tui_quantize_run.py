@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -269,6 +270,17 @@ def test_a_step_may_begin_between_two_reads_of_the_time_left() -> None:
     eta._clock = begin_step
     assert eta.remaining_s() is not None
     assert eta.remaining_s() is None
+
+
+def test_the_time_left_is_known_within_a_layer(tmp_path: Path) -> None:
+    async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
+        await tui.begin(pilot)
+        await tui.until(lambda: "1m 30s left" in tui.screen_text())
+        assert "quantizing, layer 1 of 4" in tui.screen_text()
+        assert "10%" in tui.screen_text()
+
+    begun = ProgressEvent("quantizing", 0, 4, "layers")
+    play(Quantizing(tmp_path, runs=((begun, 10.0, replace(begun, current=0.4), NEVER),)), scene)
 
 
 def test_the_time_left_is_smoothed(tmp_path: Path) -> None:

@@ -83,12 +83,21 @@ class RecommendationEvent:
 
 @dataclass(frozen=True, slots=True)
 class ProgressEvent:
-    """Progress of a step. A layer counts when it is finished."""
+    """Progress of a step. A layer counts when it is finished.
+
+    current: share of the next unit that is done, if that is known.
+    """
 
     step: str
     done: int
     total: int
     unit: Literal["bytes", "layers", "tensors", "steps"]
+    current: float = 0.0
+
+    @property
+    def completed(self) -> float:
+        """Units that are done, with the share of the next one."""
+        return self.done + self.current
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ def _lines(run: QuantizeRun, width: int) -> Iterable[Content]:
     share = (
         None
         if run.progress is None or not run.progress.total
-        else run.progress.done / run.progress.total
+        else run.progress.completed / run.progress.total
     )
     percent = format_percent(share) if share is not None else ""
     yield Content.assemble((bar(share, max(4, width - 5)), "$primary"), f"{percent:>5}")
