@@ -311,7 +311,7 @@ def bootstrap_interval(differences: Array) -> tuple[float, float]:
 
 def print_progress(event: QuantizeEvent) -> None:
     """Print the progress to stderr."""
-    if isinstance(event, ProgressEvent):
+    if isinstance(event, ProgressEvent) and not event.current:
         print(f"{event.step}: {event.done} of {event.total}", file=sys.stderr, flush=True)
 
 

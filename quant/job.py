@@ -303,9 +303,15 @@ class QuantizeJob:
         return seconds
 
     def _on_steps(self, progress: ProgressEvent, on_event: OnEvent) -> Callable[[], None]:
-        """For CalibrationLayer.on_learning_step: learning takes most of a layer's time."""
+        """Returns a function for CalibrationLayer.on_learning_step that emits the progress within
+        a layer, by its learning steps."""
         calls, steps = itertools.count(), self.prepared.recipe.rounding_steps
-        return lambda: on_event(replace(progress, current=next(calls) / (steps + 1)))
+
+        def emit() -> None:
+            if done := next(calls):
+                on_event(replace(progress, current=done / (steps + 1)))
+
+        return emit
 
     @torch.no_grad()
     def _process_layer(

@@ -177,8 +177,8 @@ def test_progress_within_layers_whose_rounding_is_learned(tmp_path: Path) -> Non
     job(LEARNED, tmp_path / "out").run(seen.append, resume=False)
     layers = [one for one in seen if isinstance(one, ProgressEvent) and one.unit == "layers"]
     completed = [one.completed for one in layers]
-    of_a_layer = [0.0, 0.2, 0.4, 0.6, 0.8]  # before the first of four steps, and after each
-    wanted = [index + each for index in range(LAYERS) for each in (0.0, *of_a_layer)]
+    of_a_layer = [0.0, 0.2, 0.4, 0.6, 0.8]  # after each of four steps
+    wanted = [index + each for index in range(LAYERS) for each in of_a_layer]
     assert completed == pytest.approx([*wanted, LAYERS])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -9,12 +10,12 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hf_folders import TINY
 from models import TINY_GGUF
+from rich.console import Console
 
 pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
@@ -26,7 +27,6 @@ from localgen.machine.python_process import python_command, python_environment
 from localgen.machine.step_times import StepTimes
 from localgen.quant import compare, originals
 from localgen.quant.advice import best_method, estimate_methods
-from localgen.quant.request.events import ProgressEvent
 
 INVALID = errors.EXIT_STATUS_BY_CODE["invalid_request"]
 NOT_FOUND = errors.EXIT_STATUS_BY_CODE["model_not_found"]
@@ -311,18 +311,21 @@ def test_missing_packages_are_named() -> None:
         originals.require_packages(lambda name: None if name == "tokenizers" else name)
 
 
-def test_time_left_is_said_within_a_layer(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now_s = [0.0]
-    monkeypatch.setattr("localgen.cli.quantize_report.time.monotonic", lambda: now_s[-1])
+def test_the_bar_moves_within_a_layer() -> None:
+    screen = io.StringIO()
+    progress = quantize_report.StepProgress(Console(file=screen, force_terminal=True, width=80))
+    progress.update("quantizing", 1, 4)
+    progress.update("quantizing", 1, 4, current=0.4)
+    progress.stop()
+    assert screen.getvalue().count("35 %") == 1
+
+
+def test_lines_without_a_terminal_are_of_whole_layers(capsys: pytest.CaptureFixture[str]) -> None:
     progress = quantize_report.StepProgress()
-    begun = ProgressEvent("quantizing", 0, 4, "layers")
-    for time_s, share in ((0.0, 0.0), (5.0, 0.1), (30.0, 0.5)):
-        now_s.append(time_s)
-        event = replace(begun, current=share)
-        progress.update(event.step, event.completed, event.total, event.unit)
-    assert "quantizing: 0 of 4 layers, 3 min 30 s left\n" in capsys.readouterr().err
+    progress.update("quantizing", 3, 4)
+    progress.update("quantizing", 3, 4, current=0.9)
+    progress.update("quantizing", 4, 4)
+    assert capsys.readouterr().err == "quantizing: 4 of 4 layers\n"
 
 
 def test_a_calibrated_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

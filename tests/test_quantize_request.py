@@ -54,6 +54,7 @@ EVENTS: tuple[QuantizeEvent | FailedEvent, ...] = (
         "--fp8",
     ),
     ProgressEvent("measuring tïny", 1, 2, "steps"),
+    ProgressEvent("quantizing", 1, 2, "layers", 0.25),
     NoteEvent("a\nb"),
     LayersEstimateEvent("quantizing", 6, 1.4),
     FinishedEvent("out", 6, 0, 1.5, 1.4, 0.2, 7, 8),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,11 +19,11 @@ from benchmarks.simulation.agreement import (
 )
 from benchmarks.simulation.cells import Cells
 from benchmarks.simulation.cluster import Cluster, Fleet
-from benchmarks.simulation.comparison import Comparison, Figures, Play, summary
+from benchmarks.simulation.comparison import Comparison, Figures, Play, add_summary
 from benchmarks.simulation.costs import SLOTS, EngineCosts
 from benchmarks.simulation.gateway import PREFIX, Routing
 from benchmarks.simulation.held_prompts import HeldPrompts
-from benchmarks.simulation.measured_costs import fit_factors
+from benchmarks.simulation.measured_costs import MeasuredCosts, fit_factors
 from benchmarks.simulation.measured_steps import KnownCells, MeasuredSteps, Steps
 from benchmarks.simulation.outcome import Outcome
 from benchmarks.simulation.prefix_cache import SlotCache
@@ -232,31 +233,56 @@ def test_simulated_arrivals_differ_a_little() -> None:
     assert [each.arrival_s for each in moved] == sorted(each.arrival_s for each in moved)
 
 
-def test_a_summary_has_the_figures_of_all_plays_and_the_spread_of_real_ones() -> None:
-    first, again = Play([0.5, 1.5], 100, 50, 60.0), Play([1.1, 1.3], 100, 50, 60.0)
+def test_a_summary_has_the_figures_of_all_plays_of_a_load() -> None:
+    first, again = Play([0.5, 1.5], 100, 20, 60.0), Play([1.1, 1.3], 100, 50, 62.0)
+    simulated = [Play([at], 10, 5, 60.0) for at in (1.0, 1.42)]
     comparisons = [
-        Comparison(
-            2, 0.3, 0, [first, again], [Play([1.0], 10, 5, 60.0), Play([1.42], 10, 5, 60.0)]
-        ),
-        Comparison(2, 0.5, 1, [first, first], [first]),
-        Comparison(2, 0.5, 2, [first, again], [first]),
+        Comparison(2, 0.3, 0, [first, again], simulated),
+        Comparison(2, 0.3, 1, [first, first], [first]),
+        Comparison(2, 0.5, 0, [again, again], [first]),
     ]
     report = Report(ModelLine("tiny", 0, 0), 2, False, 1, {})
-    rows = {row[1]: row for row in summary(comparisons, report)}
-    # the real ones 12.8 s of 12 requests, the simulated ones 6.42 s of 6
-    assert rows["ttft_mean_s"] == (
-        *("2", "ttft_mean_s", "1.067", "1.070", "+0.3%"),
-        *("+10.0%, +0.0%, -9.1%", "18.2%"),
+    rows = {(row[1], row[2]): row[3:] for row in add_summary(comparisons, report)}
+    assert len(rows) == 10
+    # real: four times 0.5 and 1.5, 1.1, 1.3 and 0.5, 1.5; the first plays 4.0 s, the second 4.4 s
+    assert rows["0.3", "ttft_mean_s"] == (
+        *("1.050", "1.105", "+5.2%"),
+        *("+10.0%, +0.0%", "9.5%"),
     )
-    assert rows["hit_rate"][2:] == ("0.500", "0.500", "+0.0%", "+0.0%, +0.0%, +0.0%", "0.0%")
+    assert rows["0.3", "ttft_p50_s"][:2] == ("1.200", "1.210")
+    assert rows["0.3", "ttft_p95_s"][:2] == ("1.500", "1.488")
+    assert rows["0.3", "hit_rate"][:2] == ("0.275", "0.250")
+    assert rows["0.3", "took_s"] == ("60.500", "60.000", "-0.8%", "-1.6%, +0.0%", "1.7%")
+    assert rows["0.5", "ttft_mean_s"][:3] == ("1.200", "1.000", "-16.7%")
     assert comparisons[0].rows()[1] == (
         *("2", "0.3", "0", "ttft_mean_s", "1.000", "1.200", "1.210", "+10.0%"),
     )
     comparisons[0].add_to(report)
     found = {f"{each.test} {each.side}": each.values for each in report.series}
-    assert found["2 replicas, load 0.3, seed 0: ttft_mean_s real"] == pytest.approx((1.0, 1.2))
-    assert found["2 replicas, all plays: ttft_mean_s real"] == pytest.approx((12.8 / 12,))
-    assert found["2 replicas, all plays: ttft_mean_s simulated"] == pytest.approx((1.07,))
+    of_one, of_all = "2 replicas, load 0.3, seed 0: ttft_mean_s", "2 replicas, load 0.3, all plays"
+    assert found[f"{of_one} real"] == pytest.approx((1.0, 1.2))
+    assert found[f"{of_one}, difference simulated"] == pytest.approx((0.1,))
+    assert found[f"{of_all}: ttft_mean_s real"] == pytest.approx((1.05,))
+    assert found[f"{of_all}: ttft_mean_s simulated"] == pytest.approx((1.105,))
+
+
+def test_slowdowns_are_of_replicas_with_full_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    times = itertools.cycle((1.0, 3.0))
+
+    def busy_s(self: MeasuredCosts, count: int) -> float:
+        counts.append(count)
+        return next(times) * (1 + 0.2 * count)
+
+    measured = object.__new__(MeasuredCosts)
+    measured._cluster = SimpleNamespace(replicas="abc")  # type: ignore[assignment]
+    measured._measured = SimpleNamespace(measure=lambda words: [])  # type: ignore[assignment]
+    measured._words, measured._rounds, measured._slowdowns = WordPrompts(1), [], []
+    monkeypatch.setattr(MeasuredCosts, "_busy_s", busy_s)
+    monkeypatch.setattr(MeasuredCosts, "_require_one_holder", lambda self: None)
+    measured.measure()
+    assert counts == [3, 3, 3, 3, 3, 2, 1, 1, 2, 3, 3, 2, 1, 1, 2, 3]
+    assert measured.slowdowns == pytest.approx((1.0, 1.4 / 1.2, 1.6 / 1.2))
 
 
 def test_the_rate_takes_the_wanted_share_of_the_cores() -> None:

@@ -2,8 +2,8 @@
 
 Measures the costs of a replica, plays the same requests through the gateway of a real cluster,
 twice, and through the simulator, and prints hit rates, times to the first token and the whole time
-of each, and of all plays together. The second play shows how much the first one could differ by
-chance. The simulated plays are 20 for each real one, whose arrivals differ by up to 10 ms. Prefixes
+of each, and of all plays of a load together. The second play shows how much the first one could
+differ by chance. Each real play is simulated 20 times, with arrivals up to 10 ms later. Prefixes
 are kept in the KV cache only: the simulator has no tiers in RAM and on disk. Needs
 localgen[cluster]: run it with the Python of .venv/cluster, on an idle machine.
 """
@@ -29,7 +29,7 @@ from benchmarks.cluster import Cluster as RealCluster
 from benchmarks.cluster import running_cluster
 from benchmarks.measure import ModelLine, Report, command, table
 from benchmarks.simulation.cluster import Cluster, Fleet
-from benchmarks.simulation.comparison import HEAD, SUMMARY_HEAD, Comparison, Play, summary
+from benchmarks.simulation.comparison import HEAD, SUMMARY_HEAD, Comparison, Play, add_summary
 from benchmarks.simulation.costs import EngineCosts
 from benchmarks.simulation.gateway import PREFIX, Routing
 from benchmarks.simulation.measured_costs import MeasuredCosts, counted_words
@@ -175,6 +175,7 @@ def simulated_play(
     spill = ClusterConfig().spill
     routing = Routing(policy=PREFIX, spill=spill, max_chunks=MAX_CHUNKS, report_s=_REPORT_S)
     outcome = Cluster(fleet, costs, routing).play(requests)
+    assert not outcome.failed + outcome.refused, "each request is answered"
     took_s = outcome.took_s - requests[0].arrival_s + costs.request_s
     return Play(list(outcome.ttft_s), outcome.prompt_tokens, outcome.cached_tokens, took_s)
 
@@ -219,7 +220,7 @@ def compare(cluster: RealCluster, options: argparse.Namespace, report: Report) -
     costs, slowdowns = measured.costs(), measured.slowdowns
     print(f"{costs}, error {measured.error:.1%}, {slowdowns}", file=sys.stderr, flush=True)
     report.add(f"{len(replicas)} replicas: error of the fit", "costs", "of 1", [measured.error])
-    for busy, samples in enumerate(measured.slowdown_samples, 1):
+    for busy, samples in enumerate(measured.slowdowns_of_rounds[1:], 2):
         report.add(f"{len(replicas)} replicas: slowdown of {busy} busy ones", "costs", "", samples)
     if options.save_costs:
         costs.save(options.save_costs)
@@ -306,7 +307,7 @@ def main(arguments: list[str] | None = None) -> int:
     for replicas in options.replicas:
         with running_cluster(replicas, options.model) as cluster:
             found = compare(cluster, options, report)
-        print(table(SUMMARY_HEAD, summary(found, report)), flush=True)
+        print(table(SUMMARY_HEAD, add_summary(found, report)), flush=True)
     report.commands.append(command("benchmarks.simulation.agreement", arguments))
     report.save("simulation-agreement", options.output)
     return 0

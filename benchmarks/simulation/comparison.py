@@ -13,15 +13,15 @@ from benchmarks.measure import Report
 
 HEAD = ("replicas", "load", "seed", "figure", "real", "again", "simulated", "difference")
 SUMMARY_HEAD = (
-    *("replicas", "figure", "real", "simulated", "difference"),
-    *("of each", "between real plays"),
+    *("replicas", "load", "figure", "real", "simulated", "difference"),
+    *("of each seed", "between real plays"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """Requests that were all answered. cached_tokens: of the prompt_tokens of all. took_s: from the
-    first arrival to the last token."""
+    """Requests that were all answered. prompt_tokens, cached_tokens: of all of them. took_s: from
+    the first arrival to the last token."""
 
     ttft_s: Sequence[float]
     prompt_tokens: int
@@ -31,7 +31,7 @@ class Play:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of plays, with the TTFT over the requests of all of them. took_s: of one play."""
+    """Of plays, with the TTFT over the requests of all of them. took_s: mean of the plays."""
 
     hit_rate: float
     ttft_mean_s: float
@@ -85,6 +85,7 @@ class Comparison:
             test = f"{self.replicas} replicas, load {self.load:g}, seed {self.seed}: {name}"
             report.add(test, "real", "", _of_each(self.real, name))
             report.add(test, "simulated", "", _of_each(self.simulated, name))
+            report.add(f"{test}, difference", "simulated", "", [self.difference(name)])
 
 
 def _figure(plays: Sequence[Play], name: str) -> float:
@@ -95,23 +96,42 @@ def _of_each(plays: Sequence[Play], name: str) -> list[float]:
     return [_figure([each], name) for each in plays]
 
 
-def together(comparisons: Sequence[Comparison]) -> tuple[Figures, Figures]:
-    """Of the real and of the simulated plays of all comparisons."""
-    real = itertools.chain.from_iterable(each.real for each in comparisons)
-    simulated = itertools.chain.from_iterable(each.simulated for each in comparisons)
-    return Figures.of(list(real)), Figures.of(list(simulated))
+def together(comparisons: Sequence[Comparison]) -> Comparison:
+    """All plays of comparisons of one load. The nth real one is the nth plays of all seeds."""
+    first = comparisons[0]
+    real = [_joined(nth) for nth in zip(*(each.real for each in comparisons), strict=True)]
+    simulated = [play for each in comparisons for play in each.simulated]
+    return Comparison(first.replicas, first.load, first.seed, real, simulated)
 
 
-def summary(comparisons: Sequence[Comparison], report: Report) -> list[tuple[str, ...]]:
-    """A line for each figure of all plays with as many replicas, which are added to the report."""
+def _joined(plays: Sequence[Play]) -> Play:
+    return Play(
+        [each for play in plays for each in play.ttft_s],
+        sum(each.prompt_tokens for each in plays),
+        sum(each.cached_tokens for each in plays),
+        statistics.mean(each.took_s for each in plays),
+    )
+
+
+def add_summary(comparisons: Sequence[Comparison], report: Report) -> list[tuple[str, ...]]:
+    """Add the figures of all plays of a load to the report. Returns a line for each.
+
+    The last column is how far the real plays of all seeds are from those of all seeds again.
+    """
     found: list[tuple[str, ...]] = []
-    replicas = comparisons[0].replicas
-    for name in Figures.__slots__:
-        real, simulated = (float(getattr(each, name)) for each in together(comparisons))
-        report.add(f"{replicas} replicas, all plays: {name}", "real", "", [real])
-        report.add(f"{replicas} replicas, all plays: {name}", "simulated", "", [simulated])
-        spread = statistics.median(each.spread(name) for each in comparisons)
-        differences = ", ".join(f"{each.difference(name):+.1%}" for each in comparisons)
-        values = (f"{real:.3f}", f"{simulated:.3f}", f"{simulated / real - 1:+.1%}")
-        found.append((str(replicas), name, *values, differences, f"{spread:.1%}"))
+    for _, group in itertools.groupby(comparisons, lambda each: each.load):
+        of_seeds = list(group)
+        all_plays = together(of_seeds)
+        for name in Figures.__slots__:
+            real, simulated = (
+                _figure(each, name) for each in (all_plays.real, all_plays.simulated)
+            )
+            test = f"{all_plays.replicas} replicas, load {all_plays.load:g}, all plays: {name}"
+            report.add(test, "real", "", [real])
+            report.add(test, "simulated", "", [simulated])
+            setting = (str(all_plays.replicas), f"{all_plays.load:g}", name)
+            differences = ", ".join(f"{each.difference(name):+.1%}" for each in of_seeds)
+            spread = f"{all_plays.spread(name):.1%}"
+            values = (f"{real:.3f}", f"{simulated:.3f}", f"{all_plays.difference(name):+.1%}")
+            found.append((*setting, *values, differences, spread))
     return found

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import nnls
 
 from benchmarks.cluster import Cluster
 from benchmarks.measure import machine
@@ -25,15 +26,16 @@ from benchmarks.simulation.measured_steps import (
     ask,
     prompt_s,
 )
+from localgen.backends.llamacpp.shared_cache import MIN_CACHED_PREFIXES
 from localgen.backends.types import Message
 from localgen.bench.prompts import WordPrompts
 from localgen.cluster.totals import REPLICAS
 
 _BUSY_REQUESTS = 5
-# of a round: single ones differ by a tenth
-_BUSY_SAMPLES = 3
-_REWEIGHTINGS = 10
-_LEAST_STEP_S = 1e-6
+# of a round: the standard deviation of the slowdowns of single ones is a tenth
+_BUSY_SAMPLES = 4
+_MAX_REWEIGHTINGS = 100
+_LEAST_S = 1e-6
 # of a model that only the first replica has, so that the gateway sends it all requests
 _NAME = "measured"
 
@@ -67,18 +69,22 @@ class MeasuredCosts:
         self._rounds.append(self._measured.measure(self._words))
         self._require_one_holder()
         counts = range(1, len(self._cluster.replicas) + 1)
-        self._busy_s(counts[-1])  # fills the caches
-        for _ in range(_BUSY_SAMPLES):
-            times_s = {count: self._busy_s(count) for count in counts}
-            self._slowdowns.append([times_s[count] / times_s[1] for count in counts])
+        for _ in range(MIN_CACHED_PREFIXES):
+            self._busy_s(counts[-1])  # fills the caches
+        times_s = dict[int, list[float]]()
+        for sample in range(_BUSY_SAMPLES):
+            for count in counts if sample % 2 else reversed(counts):
+                times_s.setdefault(count, []).append(self._busy_s(count))
+        means_s = {count: statistics.mean(times_s[count]) for count in counts}
+        self._slowdowns.append([means_s[count] / means_s[1] for count in counts])
 
     @property
     def slowdowns(self) -> tuple[float, ...]:
         """How many times as long as alone requests take with 1, 2, … replicas that compute."""
-        return tuple(map(statistics.median, self.slowdown_samples))
+        return tuple(map(statistics.median, self.slowdowns_of_rounds))
 
     @property
-    def slowdown_samples(self) -> list[tuple[float, ...]]:
+    def slowdowns_of_rounds(self) -> list[tuple[float, ...]]:
         """For each number of replicas that compute, those of all rounds."""
         return list(zip(*self._slowdowns, strict=True))
 
@@ -89,7 +95,8 @@ class MeasuredCosts:
     def costs(self, first: int = 0) -> EngineCosts:
         """Steps are fitted to the rounds from this one on; what is no step is a median of all."""
         factors = dict(zip(FACTORS, _fit(self._steps(first)), strict=True))
-        factors["step_s"] = max(factors["step_s"], _LEAST_STEP_S)
+        for name in ("step_s", "prompt_token_s"):  # the simulator divides by them
+            factors[name] = max(factors[name], _LEAST_S)
         info = self._replica.info
         options = info.options
         assert options.max_batch_tokens is not None
@@ -149,27 +156,26 @@ def _fit(steps: Sequence[Steps]) -> list[float]:
 
 
 def fit_factors(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Factors of the columns, none below 0, with the least errors relative to the fitted values.
+    """Factors of the columns, none below 0, by iteratively reweighted least squares with weights of
+    1 / fitted² (quasi-likelihood, whose variance grows with the squared mean).
 
-    Errors relative to the measured ones would make the fit too low: the slower a step happened to
-    be, the less its error would count.
+    With weights of 1 / measured² the fit would be too low: the slower a step happened to be, the
+    less its error would count. Raises RuntimeError if the factors do not converge.
     """
     matrix, measured = np.array(rows), np.array(values)
-    fitted = measured
-    for _ in range(_REWEIGHTINGS):
+    fitted = np.maximum(measured, _LEAST_S)
+    for _ in range(_MAX_REWEIGHTINGS):
+        before = fitted
         factors = _least_squares(matrix / fitted[:, None], measured / fitted)
-        fitted = np.maximum(matrix @ factors, _LEAST_STEP_S)
-    return [float(each) for each in factors]
+        fitted = np.maximum(matrix @ factors, _LEAST_S)
+        if np.allclose(fitted, before, rtol=1e-6, atol=0.0):
+            return [float(each) for each in factors]
+    raise RuntimeError("the costs of steps do not converge: measure them again")
 
 
 def _least_squares(matrix: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
-    """With no factor below 0 (active set)."""
-    used = list(range(matrix.shape[1]))
-    while True:
-        found = np.linalg.lstsq(matrix[:, used], wanted, rcond=None)[0]
-        if (found >= 0).all() or len(used) == 1:
-            break
-        used.pop(int(found.argmin()))
-    factors = np.zeros(matrix.shape[1])
-    factors[used] = np.maximum(found, 0.0)
+    """With no factor below 0 (Lawson & Hanson)."""
+    scales = np.linalg.norm(matrix, axis=0)
+    scales[scales == 0] = 1.0
+    factors: NDArray[np.float64] = nnls(matrix / scales, wanted)[0] / scales
     return factors

@@ -90,7 +90,7 @@ class StepProgress:
         self._console = console or Console(stderr=True, highlight=False)
         self._bar = _create_bar(self._console) if self._console.is_terminal else None
         self._step = ""
-        self._initial = 0.0
+        self._initial = 0
         self._last_line_s = self._started_s = time.monotonic()
         self._task: Any = None
         if self._bar is not None:
@@ -100,8 +100,13 @@ class StepProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def update(self, step: str, done: float, total: int, unit: str = "layers") -> None:
-        """Show `done` of `total` units of a step; a new step name starts a new bar."""
+    def update(
+        self, step: str, done: int, total: int, unit: str = "layers", current: float = 0.0
+    ) -> None:
+        """Show `done` of `total` units of a step; a new step name starts a new bar.
+
+        current: fraction of the unit in progress, for the bar only.
+        """
         now = time.monotonic()
         if step != self._step:
             self._step, self._initial, self._started_s, self._last_line_s = step, done, now, now
@@ -110,14 +115,16 @@ class StepProgress:
                     self._bar.remove_task(self._task)
                 self._task = self._bar.add_task(one_line(step), total=total)
         if self._bar is not None:
-            self._bar.update(self._task, completed=done)
+            self._bar.update(self._task, completed=done + current)
+        elif current:
+            return
         elif now - self._last_line_s >= _LINE_INTERVAL_S or done == total:
             self._last_line_s = now
             tables.print_notice(
-                f"{step}: {_format_progress(int(done), total, unit)}{self._time_left(done, total)}"
+                f"{step}: {_format_progress(done, total, unit)}{self._time_left(done, total)}"
             )
 
-    def _time_left(self, done: float, total: int) -> str:
+    def _time_left(self, done: int, total: int) -> str:
         done_here = done - self._initial
         if not done_here or done == total:
             return ""
@@ -205,7 +212,7 @@ class QuantizePrinter:
     def _update_progress(self, event: ProgressEvent) -> None:
         if self._progress is None:
             self._progress = StepProgress()
-        self._progress.update(event.step, event.completed, event.total, event.unit)
+        self._progress.update(event.step, event.done, event.total, event.unit, event.current)
 
     def _stop_progress(self) -> None:
         steps, self._progress = self._progress, None

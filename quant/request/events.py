@@ -85,7 +85,7 @@ class RecommendationEvent:
 class ProgressEvent:
     """Progress of a step. A layer counts when it is finished.
 
-    current: share of the next unit that is done, if that is known.
+    current: fraction of the unit in progress, by its steps, not by time; 0 if unknown.
     """
 
     step: str
@@ -96,7 +96,7 @@ class ProgressEvent:
 
     @property
     def completed(self) -> float:
-        """Units that are done, with the share of the next one."""
+        """Units that are done, with the fraction of the one in progress."""
         return self.done + self.current
 
 

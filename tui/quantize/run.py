@@ -33,11 +33,11 @@ class StepEta:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._step = ""
-        self._done, self._total = 0.0, 0
+        self._done = self._total = 0
         self._last_item_s = 0.0
         self._item_s: float | None = None
 
-    def update(self, step: str, done: float, total: int) -> None:
+    def update(self, step: str, done: int, total: int) -> None:
         """Record progress of a step. A new step starts a new estimate."""
         now = self._clock()
         if step != self._step or done < self._done:
@@ -207,9 +207,9 @@ class QuantizeRun:
         match event:
             case EstimateEvent():
                 self.estimate = combine_estimates(self.estimate, event)
-            case ProgressEvent(step, total=total):
+            case ProgressEvent(step, done, total):
                 self.progress = event
-                self._eta.update(step, event.completed, total)
+                self._eta.update(step, done, total)
             case LayersEstimateEvent():
                 self.layers_estimate = event
             case NoteEvent(text):
