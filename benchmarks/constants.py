@@ -90,7 +90,7 @@ VARIANTS: dict[str, dict[str, Variant]] = {
         "damping 0.1": Variant({"damping": 0.1}),
         "file order": Variant({"desc_act": False}),
         "asymmetry 0": Variant({"asymmetry": 0.0}),
-        "asymmetry 0.25": Variant({"asymmetry": 0.25}),
+        "asymmetry 0.5": Variant({"asymmetry": 0.5}),
         "asymmetry 1": Variant({"asymmetry": 1.0}),
         "GPTAQ 0.25": gptaq(0.25),
         "GPTAQ 0.5": gptaq(0.5),
@@ -140,12 +140,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", choices=PACKAGED_MODELS, default=BUILT_IN_MODEL)
     parser.add_argument("--only", help="prefixes of awq-4, awq-3, … gptq-2, with commas")
     parser.add_argument("--variants", help="beginnings of their names, with commas")
+    parser.add_argument("--samples", type=int, help="windows of the calibration text")
     parser.add_argument("--windows", type=int, help="windows of the held-out text")
     parser.add_argument("--text", type=Path, help="measure on this text instead, to choose")
     parser.add_argument("--output", type=Path, help="result file")
     options = parser.parse_args(arguments)
     sizes = SIZES[options.model]
-    sizes = replace(sizes, held_out=options.windows or sizes.held_out)
+    sizes = TextSizes(options.samples or sizes.calibration, options.windows or sizes.held_out)
     line = ModelLine(f"localgen {options.model}", packaged_model(options.model).size_bytes, 0)
     report = Report(line, 1, bool(options.only or options.variants), torch.get_num_threads(), {})
     report.commands.append(command("benchmarks.constants", arguments))

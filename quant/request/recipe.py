@@ -61,7 +61,7 @@ class Recipe:
     clip: bool = True
     desc_act: bool = True
     damping: float = 0.01
-    asymmetry: float = 0.5
+    asymmetry: float = 0.25
     rounding_steps: int = 0
     alpha: float = 0.5
 
