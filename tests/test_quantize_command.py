@@ -27,6 +27,7 @@ from localgen.machine.python_process import python_command, python_environment
 from localgen.machine.step_times import StepTimes
 from localgen.quant import compare, originals
 from localgen.quant.advice import best_method, estimate_methods
+from localgen.quant.request.step_eta import StepEta
 
 INVALID = errors.EXIT_STATUS_BY_CODE["invalid_request"]
 NOT_FOUND = errors.EXIT_STATUS_BY_CODE["model_not_found"]
@@ -311,21 +312,31 @@ def test_missing_packages_are_named() -> None:
         originals.require_packages(lambda name: None if name == "tokenizers" else name)
 
 
-def test_the_bar_moves_within_a_layer() -> None:
+def test_the_bar_moves_within_a_layer_and_the_time_left_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(quantize_report, "StepEta", lambda: StepEta(lambda: now_s))
     screen = io.StringIO()
     progress = quantize_report.StepProgress(Console(file=screen, force_terminal=True, width=80))
+    progress.update("quantizing", 0, 4)
+    now_s = 60.0
     progress.update("quantizing", 1, 4)
     progress.update("quantizing", 1, 4, current=0.4)
     progress.stop()
-    assert screen.getvalue().count("35 %") == 1
+    assert "35 %" in screen.getvalue()
+    assert "3 min 00 s left" in screen.getvalue()
 
 
-def test_lines_without_a_terminal_are_of_whole_layers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_without_a_terminal_are_of_whole_layers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(quantize_report, "_LINE_INTERVAL_S", 0.0)
     progress = quantize_report.StepProgress()
     progress.update("quantizing", 3, 4)
     progress.update("quantizing", 3, 4, current=0.9)
     progress.update("quantizing", 4, 4)
-    assert capsys.readouterr().err == "quantizing: 4 of 4 layers\n"
+    assert capsys.readouterr().err == "quantizing: 3 of 4 layers\nquantizing: 4 of 4 layers\n"
 
 
 def test_a_calibrated_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

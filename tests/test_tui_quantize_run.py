@@ -27,8 +27,8 @@ from tui_quantize import (
 from localgen.backends.errors import OutOfMemory
 from localgen.quant.request.events import EvalEvent, EvalRow, FinishedEvent, ProgressEvent
 from localgen.quant.request.form import QuantizeForm
+from localgen.quant.request.step_eta import StepEta
 from localgen.tui.chat.main_screen import QuantizeStatusLine
-from localgen.tui.quantize.run import StepEta
 from localgen.tui.quantize.screen import QuantizeScreen
 from localgen.tui.widgets.dialog import ConfirmDialog
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
 
 from localgen.backends.errors import OutOfMemory
 from localgen.backends.terminal_text import one_line
@@ -34,6 +35,7 @@ from localgen.quant.request.events import (
     QuantizeEvent,
     StoppedEvent,
 )
+from localgen.quant.request.step_eta import StepEta
 
 # interval of progress lines without a terminal
 _LINE_INTERVAL_S = 10.0
@@ -88,10 +90,17 @@ class StepProgress:
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, highlight=False)
-        self._bar = _create_bar(self._console) if self._console.is_terminal else None
+        self._eta = StepEta()
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.percentage:.0f} %"),
+            _TimeLeftColumn(self._eta),
+        )
+        is_terminal = self._console.is_terminal
+        self._bar = Progress(*columns, console=self._console) if is_terminal else None
         self._step = ""
-        self._initial = 0
-        self._last_line_s = self._started_s = time.monotonic()
+        self._last_line_s = time.monotonic()
         self._task: Any = None
         if self._bar is not None:
             self._bar.start()
@@ -105,11 +114,13 @@ class StepProgress:
     ) -> None:
         """Show `done` of `total` units of a step; a new step name starts a new bar.
 
-        current: fraction of the unit in progress, for the bar only.
+        current: fraction of the unit in progress, for the bar only: steps of learned rounding are
+        no measure of the time that its other work takes.
         """
         now = time.monotonic()
+        self._eta.update(step, done, total)
         if step != self._step:
-            self._step, self._initial, self._started_s, self._last_line_s = step, done, now, now
+            self._step, self._last_line_s = step, now
             if self._bar is not None:
                 if self._task is not None:
                     self._bar.remove_task(self._task)
@@ -120,16 +131,25 @@ class StepProgress:
             return
         elif now - self._last_line_s >= _LINE_INTERVAL_S or done == total:
             self._last_line_s = now
+            left = _format_left(self._eta)
             tables.print_notice(
-                f"{step}: {_format_progress(done, total, unit)}{self._time_left(done, total)}"
+                f"{step}: {_format_progress(done, total, unit)}{left and f', {left}'}"
             )
 
-    def _time_left(self, done: int, total: int) -> str:
-        done_here = done - self._initial
-        if not done_here or done == total:
-            return ""
-        left_s = (time.monotonic() - self._started_s) / done_here * (total - done)
-        return f", {format_elapsed(left_s)} left"
+
+class _TimeLeftColumn(ProgressColumn):
+    def __init__(self, eta: StepEta) -> None:
+        super().__init__()
+        self._eta = eta
+
+    def render(self, task: Task) -> Text:
+        return Text(_format_left(self._eta))
+
+
+def _format_left(eta: StepEta) -> str:
+    """Empty if unknown, or if nothing is left."""
+    left_s = eta.remaining_s()
+    return f"{format_elapsed(left_s)} left" if left_s else ""
 
 
 def verdict_json(verdict: EvalEvent, **extra: Any) -> str:
@@ -142,16 +162,6 @@ def _format_progress(done: int, total: int, unit: str) -> str:
     if unit == "bytes":
         return f"{format_size(done)} of {format_size(total)}"
     return f"{done:,} of {format_count(total, unit.removesuffix('s'))}"
-
-
-def _create_bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.percentage:.0f} %"),
-        TimeRemainingColumn(),
-        console=console,
-    )
 
 
 class QuantizePrinter:
