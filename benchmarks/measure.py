@@ -103,6 +103,7 @@ class Report:
     series: list[Series] = field(default_factory=list)
     checks: list[TargetCheck] = field(default_factory=list)
     not_compared: list[str] = field(default_factory=list)
+    _path: Path | None = field(default=None, init=False)
 
     def add(self, test: str, side: str, unit: str, values: Sequence[float]) -> Series:
         """Add one side of a test."""
@@ -158,10 +159,14 @@ class Report:
         return "\n".join([*tables, *(f"not compared: {line}" for line in self.not_compared)])
 
     def save(self, benchmark: str, output: Path | None) -> None:
-        """Write the results to `output` or a new file in `results/`, and say where on stderr."""
-        path = output or RESULTS / f"{benchmark}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-        self.write(path)
-        print(f"written to {path}", file=sys.stderr)
+        """Write the results so far to `output` or a file in `results/`, and say where on stderr.
+
+        Every time to the same file.
+        """
+        if self._path is None:
+            self._path = output or RESULTS / f"{benchmark}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+        self.write(self._path)
+        print(f"written to {self._path}", file=sys.stderr)
 
     def write(self, path: Path) -> None:
         """Write the results as JSON."""
