@@ -304,12 +304,12 @@ def main(arguments: list[str] | None = None) -> int:
     add("--output", type=Path, help="result file")
     options = parser.parse_args(arguments)
     report = Report(ModelLine(options.model, 0, 0), _PLAYS, False, _THREADS, {})
+    report.commands.append(command("benchmarks.simulation.agreement", arguments))
     for replicas in options.replicas:
         with running_cluster(replicas, options.model) as cluster:
             found = compare(cluster, options, report)
         print(table(SUMMARY_HEAD, add_summary(found, report)), flush=True)
-    report.commands.append(command("benchmarks.simulation.agreement", arguments))
-    report.save("simulation-agreement", options.output)
+        report.save("simulation-agreement", options.output)
     return 0
 
 

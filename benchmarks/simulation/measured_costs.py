@@ -31,9 +31,11 @@ from localgen.backends.types import Message
 from localgen.bench.prompts import WordPrompts
 from localgen.cluster.totals import REPLICAS
 
-_BUSY_REQUESTS = 5
-# of a round: the standard deviation of the slowdowns of single ones is a tenth
-_BUSY_SAMPLES = 4
+# so few that the newest MIN_CACHED_PREFIXES prefixes, which stay cached, are of more than one long
+# prompt, as in the load
+_BUSY_REQUESTS = 3
+# of a round: single slowdowns deviate by 0.1 with two busy replicas and by 0.4 with four
+_BUSY_SAMPLES = 6
 _MAX_REWEIGHTINGS = 100
 _LEAST_S = 1e-6
 # of a model that only the first replica has, so that the gateway sends it all requests
@@ -70,7 +72,7 @@ class MeasuredCosts:
         self._require_one_holder()
         counts = range(1, len(self._cluster.replicas) + 1)
         for _ in range(MIN_CACHED_PREFIXES):
-            self._busy_s(counts[-1])  # fills the caches
+            self._busy_s(counts[-1])  # caches as in the samples
         times_s = dict[int, list[float]]()
         for sample in range(_BUSY_SAMPLES):
             for count in counts if sample % 2 else reversed(counts):
@@ -136,8 +138,7 @@ class MeasuredCosts:
             raise RuntimeError(f"{count} replicas have loaded the model that one should have")
 
     def _busy_s(self, count: int) -> float:
-        """Seconds of an engine for a long prompt and hits on it, with `count` concurrent clients of
-        the gateway."""
+        """Seconds of an engine for a long prompt and a hit on it, with `count` clients at once."""
         gateway, words = self._cluster.gateway, self._words
         systems = [Message("system", words.make(SYSTEM_TOKENS)) for _ in range(count)]
         questions = [Message("user", words.make(QUESTION_TOKENS)) for _ in range(_BUSY_REQUESTS)]
