@@ -539,13 +539,16 @@ def test_what_is_no_json_goes_to_a_replica_which_refuses_it(replica: ScriptedSer
 def test_statistics_of_all_replicas() -> None:
     def stats(name: str, ago: float) -> bytes:
         models = [{"name": name, "id": "x", "stats": {"running": 1}}]
-        ended = [{"ended_ago_s": ago}]
+        ended = [{"ended_ago_s": ago, "model": name}]
         return json.dumps({"server": {}, "models": models, "ended": ended}).encode()
 
     total = merged_stats([("b", stats("tiny", 1.0)), ("a", stats("tiny", 2.0))])
     assert [model["name"] for model in total["models"]] == ["tiny@a", "tiny@b"]
     assert [model["id"] for model in total["models"]] == ["x@a", "x@b"]
-    assert [each["ended_ago_s"] for each in total["ended"]] == [1.0, 2.0]
+    assert total["ended"] == [
+        {"ended_ago_s": 1.0, "model": "tiny@b"},
+        {"ended_ago_s": 2.0, "model": "tiny@a"},
+    ]
     assert total[REPLICAS]["b"]["models"][0]["name"] == "tiny"
     none = merged_stats([])
     assert (none["models"], none["ended"], none[REPLICAS]) == ([], [], {})

@@ -212,6 +212,18 @@ def test_up_tells_what_the_owner_of_the_cluster_said(tmp_path: Path) -> None:
     assert running._failure(settings) == f"the cluster did not start: {VERSIONS} (log: {log})"
 
 
+@pytest.mark.parametrize(("where", "said"), [("", ""), (", ip=10.0.0.2", "machine 10.0.0.2: ")])
+def test_up_tells_on_which_machine_a_model_does_not_fit(
+    tmp_path: Path, where: str, said: str
+) -> None:
+    settings = ServerSettings(runtime_dir=tmp_path, state_dir=tmp_path)
+    log = running.log_path(settings)
+    log.parent.mkdir(exist_ok=True)
+    log.write_text(f"(EngineReplica pid=7{where}) error: it needs 9 GB\n(other) INFO\n")
+    expected = f"the cluster did not start: {said}it needs 9 GB (log: {log})"
+    assert running._failure(settings) == expected
+
+
 def test_arguments_are_read_as_the_file_is(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text('model = "tiny"\nreplicas = 3\napi_key_file = "keys"\n')

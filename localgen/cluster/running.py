@@ -202,10 +202,14 @@ def _wait(process: psutil.Process, timeout_s: float) -> bool:
 
 
 def _failure(settings: ServerSettings) -> str:
-    """The reason why no cluster has started: the last error in its log, if possible our own."""
+    """The reason why no cluster has started: the last error in its log, if possible our own, and
+    the other machine where it was, if any."""
     path = log_path(settings)
     lines = path.read_bytes()[-_LOG_BYTES:].decode("utf-8", "replace").splitlines()
     errors = [line for line in lines if re.match(r"(\(.*?\) )?error: ", line)]
     errors = errors or [line for line in lines if "Error: " in line]
     reason = one_line(errors[-1].split("rror: ", 1)[1])[:300] if errors else "it has ended"
+    # Ray names another machine in front of each line of its processes
+    if errors and (machine := re.match(r"\([^)]*, ip=([^)]*)\) ", errors[-1])):
+        reason = f"machine {machine[1]}: {reason}"
     return f"the cluster did not start: {reason} (log: {path})"

@@ -32,7 +32,11 @@ def merged_stats(answers: Sequence[tuple[str, bytes]]) -> dict[str, Any]:
         for replica, stats in found
         for model in stats["models"]
     ]
-    ended = [each for _, stats in found for each in stats.get("ended") or ()]
+    ended = [
+        each | {"model": f"{each['model']}@{replica}"}
+        for replica, stats in found
+        for each in stats.get("ended") or ()
+    ]
     total["ended"] = sorted(ended, key=lambda each: each["ended_ago_s"])
     total[REPLICAS] = dict(found)
     return total
