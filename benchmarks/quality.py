@@ -1,7 +1,7 @@
 """Measure KL divergence and perplexity of a model after quantization by each method.
 
 python -m benchmarks.quality [--model tiny|smollm2] [--only gptq-3,rtn-3] [--windows 36]
-    [--text benchmarks/data/choosing.txt]
+    [--text benchmarks/data/choosing.txt] [--steps 50]
 """
 
 from __future__ import annotations
@@ -207,6 +207,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--text", type=Path, help="measure on this text instead, to choose")
     parser.add_argument("--samples", type=int, help="windows of the calibration text")
     parser.add_argument(
+        "--steps", type=int, default=STEPS, help=f"of learned rounding (default: {STEPS})"
+    )
+    parser.add_argument(
         "--folder", type=Path, action="append", default=[], help="also a quantized folder"
     )
     parser.add_argument("--output", type=Path, help="result file")
@@ -216,7 +219,10 @@ def main(arguments: list[str] | None = None) -> int:
     with opened_model(options.model, sizes, options.text) as model:
         losses = Losses(model.losses(None), model.domains)
         for name in chosen(options.only):
-            losses.found[name] = model.losses(recipe_for(options.model, RECIPES[name]))
+            recipe = recipe_for(options.model, RECIPES[name])
+            if recipe.rounding_steps:
+                recipe = replace(recipe, rounding_steps=options.steps)
+            losses.found[name] = model.losses(recipe)
             print(f"{name}: {losses.kl(name).text(1e3)}", file=sys.stderr)
         for folder in options.folder:
             source = LayerwiseCheckpoint(folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.simulation.__main__ import main
+from benchmarks.simulation.__main__ import main, parse, routing_of
 from benchmarks.simulation.autoscaler import Autoscaler, Bounds
 from benchmarks.simulation.cluster import Cluster, Fleet
 from benchmarks.simulation.costs import FOLDER, EngineCosts, load_costs
@@ -326,6 +326,14 @@ def test_the_command_prints_the_same_figures_for_a_seed(
     assert all(one[name] == again[name] for name in simulated)
     assert one["3 replicas: ttft_p95_s prefix"] != other["3 replicas: ttft_p95_s prefix"]
     assert "prefix-fetch" in capsys.readouterr().out
+
+
+def test_the_command_has_reports_if_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert routing_of(parse([]), PREFIX).report_s == 0
+    assert routing_of(parse(["--report", "2"]), PREFIX).report_s == 2
+    with pytest.raises(SystemExit):
+        parse(["--report", "nan"])
+    assert "--report nan: give seconds, or 0" in capsys.readouterr().err
 
 
 def test_costs_are_complete_and_have_a_source(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ assumed.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -60,6 +61,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--replicas {options.replicas}: give numbers such as 10,100,1000")
     if options.max_replicas is None and options.slo_scaling:
         parser.error("--slo-scaling is for a number that changes: give --max-replicas")
+    if not 0 <= options.report < math.inf:
+        parser.error(f"--report {options.report}: give seconds, or 0")
     if not 0 <= options.swing < 1:
         parser.error(f"--swing {options.swing}: give 0 to below 1")
     return options
@@ -88,6 +91,7 @@ def _add_cluster_options(parser: argparse.ArgumentParser) -> None:
     add("--policy", default=",".join(POLICIES), help="with commas (default: all)")
     add("--spill", type=int, default=default.spill)
     add("--table", type=int, default=MAX_CHUNKS, help="chunks that a gateway remembers")
+    add("--report", type=float, default=0.0, help="s between reports of replicas (0: none)")
     add("--gateways", type=int, default=1)
     add("--shared-load", action="store_true", help="gateways know each other's requests")
     add("--fetch-latency", type=float, default=0.005, help="s (default: 0.005)")
@@ -130,6 +134,19 @@ def trace_of(options: argparse.Namespace) -> Trace:
     return make
 
 
+def routing_of(options: argparse.Namespace, policy: str) -> Routing:
+    return Routing(
+        policy=policy,
+        spill=options.spill,
+        max_chunks=options.table,
+        gateways=options.gateways,
+        sees_all=options.shared_load,
+        report_s=options.report,
+        fetch_latency_s=options.fetch_latency,
+        fetch_bytes_s=options.fetch_gbit * 1e9 / 8,
+    )
+
+
 def simulate(
     options: argparse.Namespace, costs: EngineCosts, replicas: int, policy: str, trace: Trace
 ) -> Outcome:
@@ -145,16 +162,7 @@ def simulate(
         mean_life_s=options.mean_life,
         seed=options.seed,
     )
-    routing = Routing(
-        policy=policy,
-        spill=options.spill,
-        max_chunks=options.table,
-        gateways=options.gateways,
-        sees_all=options.shared_load,
-        fetch_latency_s=options.fetch_latency,
-        fetch_bytes_s=options.fetch_gbit * 1e9 / 8,
-    )
-    cluster = Cluster(fleet, costs, routing)
+    cluster = Cluster(fleet, costs, routing_of(options, policy))
     if options.max_replicas is not None:
         slo_ms = round(options.ttft_slo * 1e3) if options.slo_scaling else None
         bounds = Bounds(
