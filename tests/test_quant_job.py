@@ -6,6 +6,7 @@ import functools
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -307,19 +308,16 @@ def test_too_little_memory_is_rejected_before_work(
     refused(OutOfMemory, lambda: started.report_estimate(lambda _: None), *said)
 
 
-def test_a_run_is_not_resumed_while_it_goes_on(tmp_path: Path) -> None:
+def test_a_run_is_not_started_or_resumed_while_it_goes_on(tmp_path: Path) -> None:
     out, events = tmp_path / "out", 0
 
     def resume_in_between(event: object) -> None:
         nonlocal events
         if isinstance(event, ProgressEvent) and event.step == "quantizing":
             events += 1
-            refused(
-                InvalidRequest,
-                lambda: job(RTN, out).run(lambda _: None, resume=True),
-                "another localgen is writing to",
-                "--out",
-            )
+            for resume in (True, False):
+                again = partial(job(RTN, out).run, lambda _: None, resume=resume)
+                refused(InvalidRequest, again, "another localgen is writing to", "--out")
 
     job(RTN, out).run(resume_in_between, resume=False)
     assert events

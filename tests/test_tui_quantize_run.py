@@ -272,6 +272,20 @@ def test_a_step_may_begin_between_two_reads_of_the_time_left() -> None:
     assert eta.remaining_s() is None
 
 
+def test_many_fast_items_outweigh_a_slow_first_one() -> None:
+    eta = StepEta(lambda: now_s)
+    now_s = 0.0
+    eta.update("rounding", 0, 100)
+    now_s = 30.0
+    eta.update("rounding", 1, 100)
+    for done in range(2, 51):
+        now_s += 0.1
+        eta.update("rounding", done, 100)
+    left_s = eta.remaining_s()
+    assert left_s is not None
+    assert 5 < left_s < 40
+
+
 def test_the_bar_moves_within_a_layer(tmp_path: Path) -> None:
     """The time left does not: learning is only a part of a layer's time."""
 

@@ -42,14 +42,20 @@ class WorkFolder:
         """
         self.check_startable(resume=resume)
         self.path.mkdir(exist_ok=True)
-        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            self._lock(folder)
+        with self._locked():
             if (self.path / _MANIFEST).is_file():
                 self.check_same_manifest(manifest)
             else:
                 with atomic_write(self.path / _MANIFEST) as path:
                     path.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+            yield
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Raises InvalidRequest if another process has the folder."""
+        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._lock(folder)
             yield
         finally:
             os.close(folder)
@@ -67,11 +73,14 @@ class WorkFolder:
         if self.out.exists():
             raise InvalidRequest(f"{self.out} already exists: remove it, or give another --out")
         require_parent_folder(self.out)
-        if (self.path / _MANIFEST).is_file() and not resume:
-            raise InvalidRequest(
-                f"{self.path} has an unfinished run of {self.num_done_layers} layers: "
-                "--resume continues it; or remove it"
-            )
+        if not (self.path / _MANIFEST).is_file():
+            return
+        with self._locked():  # first: nobody is told to remove what is being written
+            if not resume:
+                raise InvalidRequest(
+                    f"{self.path} has an unfinished run of {self.num_done_layers} layers: "
+                    "--resume continues it; or remove it"
+                )
 
     @property
     def num_bytes(self) -> int:

@@ -6,18 +6,23 @@ import math
 import time
 from collections.abc import Callable
 
-# time constant of the exponential moving average
+# time constant of the exponential decay
 _SMOOTHING_S = 20.0
 
 
 class StepEta:
-    """Estimates the remaining time of a step from a moving average of seconds per item."""
+    """Estimates the remaining time of a step: seconds per item of the latest ones.
+
+    Items and the time that they took both decay with time, so that a slow first item does not count
+    long against many fast ones.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._step = ""
         self._done = self._total = 0
         self._last_item_s = 0.0
+        self._items = self._items_s = 0.0  # decayed sums
         self._item_s: float | None = None
 
     def update(self, step: str, done: int, total: int) -> None:
@@ -25,13 +30,14 @@ class StepEta:
         now = self._clock()
         if step != self._step or done < self._done:
             self._step, self._done, self._last_item_s, self._item_s = step, done, now, None
+            self._items = self._items_s = 0.0
         elif done > self._done:
             took_s = now - self._last_item_s
-            each_s = took_s / (done - self._done)
-            if self._item_s is not None:
-                weight = 1 - math.exp(-took_s / _SMOOTHING_S)
-                each_s = self._item_s + weight * (each_s - self._item_s)
-            self._item_s, self._done, self._last_item_s = each_s, done, now
+            decay = math.exp(-took_s / _SMOOTHING_S)
+            self._items = decay * self._items + done - self._done
+            self._items_s = decay * self._items_s + took_s
+            self._item_s = self._items_s / self._items
+            self._done, self._last_item_s = done, now
         self._total = total
 
     def remaining_s(self) -> float | None:
