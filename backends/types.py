@@ -98,6 +98,8 @@ OVERFLOW_ERROR, OVERFLOW_DROP_OLDEST = get_args(OnOverflow)
 
 
 CHUNK_HASH_BYTES = 8
+# chunks in a report of what an engine holds: about half a million tokens
+MAX_REPORTED_CHUNKS = 8192
 
 
 @dataclass(frozen=True, slots=True)

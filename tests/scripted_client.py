@@ -163,7 +163,7 @@ class ScriptedClient(LocalClient):
             raise
 
     @property
-    def can_answer_now(self) -> bool:
+    def is_localgen(self) -> bool:
         return True
 
     def answer_now(self) -> bool:

@@ -510,7 +510,7 @@ def test_short_stats(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> N
         "speculation": {"draft_tokens_total": 10, "accepted_tokens_total": 6},
     }
     known = {"name": "tiny", "processor": "100% CPU", "memory_bytes": 130_000_000, "stats": stats}
-    reply = {"server": {}, "models": [{"name": "other"}, known]}
+    reply: dict[str, Any] = {"server": {}, "models": [{"name": "other"}, known]}
     monkeypatch.setattr(session.client, "stats", lambda: reply)
     session.add_turn(Turn("three", "3"), answer())
     assert [line.split(maxsplit=1) for line in obey(session, "/stats").splitlines()] == [
@@ -540,6 +540,15 @@ def test_short_stats(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> N
     assert "KV peer      8 tokens reused · no blocks: timed out" in obey(session, "/stats")
     stats["threads"] = 1
     assert "threads      1 of at most 2, other programs use the rest" in obey(session, "/stats")
+    replicas = [known | {"name": f"tiny@{each}", "replica": each} for each in ("a", "b")]
+    reply["models"] = [*replicas, known | {"name": "other@a", "replica": "a"}]
+    lines = obey(session, "/stats").splitlines()
+    assert [line for line in lines if "@" in line] == [
+        "model        tiny@a · 100% CPU",
+        "model        tiny@b · 100% CPU",
+    ]
+    assert lines.count("memory       130 MB") == 2
+    assert sum(line.startswith("context ") for line in lines) == 1
     monkeypatch.setattr(session.client, "stats", lambda: reply | {"models": []})
     assert obey(session, "/stats") == "tiny is not loaded: the next prompt loads it"
     with pytest.raises(InvalidRequest, match="/stats all: give raw, or nothing"):

@@ -549,6 +549,11 @@ def test_statistics_of_all_replicas() -> None:
         {"ended_ago_s": 1.0, "model": "tiny@b"},
         {"ended_ago_s": 2.0, "model": "tiny@a"},
     ]
+    models = parse_localgen_stats(total | {"ended": None}).models
+    assert [(model.served_name, model.replica) for model in models] == [
+        ("tiny", "a"),
+        ("tiny", "b"),
+    ]
     assert total[REPLICAS]["b"]["models"][0]["name"] == "tiny"
     none = merged_stats([])
     assert (none["models"], none["ended"], none[REPLICAS]) == ([], [], {})

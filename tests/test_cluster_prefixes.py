@@ -10,7 +10,14 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localgen.cluster.prefix_table import CHUNK_CHARS, ROUTED_S, PrefixTable, prompt_chunks
+from localgen.backends.types import MAX_REPORTED_CHUNKS
+from localgen.cluster.prefix_table import (
+    CHUNK_CHARS,
+    ROUTED_S,
+    PrefixTable,
+    prompt_chunks,
+    table_chunks,
+)
 
 SYSTEM = "You are a patient teacher of arithmetic. " * 40
 LOADS = {"a": 0, "b": 0, "c": 0}
@@ -110,6 +117,22 @@ def test_the_table_keeps_the_latest_chunks() -> None:
     table.add(new, "b")
     assert table.cached_chunks(old, LOADS) == {"a": 2}, "its last chunk is gone"
     assert table.cached_chunks(new, LOADS) == {"b": 2}
+
+
+def test_a_table_that_grows_keeps_what_it_has_and_more() -> None:
+    table = PrefixTable(max_chunks=2)
+    table.add([b"1", b"2"], "a")
+    table.grow(4)
+    table.grow(3)
+    table.add([b"3", b"4"], "b")
+    assert table.cached_chunks([b"1", b"2"], LOADS) == {"a": 2}
+    table.add([b"5"], "b")
+    assert table.cached_chunks([b"1", b"2"], LOADS) == {"a": 1}
+
+
+def test_a_table_has_room_for_the_reports_of_all_replicas() -> None:
+    assert table_chunks(1) == table_chunks(8) == 65_536
+    assert table_chunks(100) == 100 * MAX_REPORTED_CHUNKS
 
 
 def test_gateways_that_know_nothing_choose_the_same_and_spread_prompts() -> None:

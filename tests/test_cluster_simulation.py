@@ -22,6 +22,7 @@ from benchmarks.simulation.request import Request, Segment
 from benchmarks.simulation.workload import Workload, conversations, recorded
 from localgen.backends.llamacpp.shared_cache import MAX_CACHED_TOKENS, MIN_CACHED_PREFIXES
 from localgen.cluster.autoscaling import ScalingPolicy
+from localgen.cluster.prefix_table import table_chunks
 
 COSTS = EngineCosts(
     source="made up",
@@ -329,11 +330,18 @@ def test_the_command_prints_the_same_figures_for_a_seed(
 
 
 def test_the_command_has_reports_if_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert routing_of(parse([]), PREFIX).report_s == 0
-    assert routing_of(parse(["--report", "2"]), PREFIX).report_s == 2
+    assert routing_of(parse([]), 10, PREFIX).report_s == 0
+    assert routing_of(parse(["--report", "2"]), 10, PREFIX).report_s == 2
     with pytest.raises(SystemExit):
         parse(["--report", "nan"])
     assert "--report nan: give seconds, or 0" in capsys.readouterr().err
+
+
+def test_the_simulated_table_grows_with_the_replicas_unless_it_is_told_its_size() -> None:
+    assert routing_of(parse([]), 100, PREFIX).max_chunks == table_chunks(100) == 819_200
+    scaled = parse(["--max-replicas", "30"])
+    assert routing_of(scaled, 10, PREFIX).max_chunks == table_chunks(30)
+    assert routing_of(parse(["--table", "4096"]), 100, PREFIX).max_chunks == 4096
 
 
 def test_costs_are_complete_and_have_a_source(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_few_prompts_are_looked_up_at_once_and_each_in_turn(
 
 def test_the_latest_prompts_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held_prompts, "MAX_TOKENS", 45)
-    monkeypatch.setattr(held_prompts, "MAX_CHUNKS", 3)
+    monkeypatch.setattr(held_prompts, "MAX_REPORTED_CHUNKS", 3)
     held = Held()
     for part in (1, 2, 3):
         held.prompts.add(prompt(part, 9))

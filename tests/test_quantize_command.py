@@ -328,15 +328,21 @@ def test_the_bar_moves_within_a_layer_and_the_time_left_does_not(
     assert "3 min 00 s left" in screen.getvalue()
 
 
-def test_lines_without_a_terminal_are_of_whole_layers(
+def test_lines_without_a_terminal_are_of_whole_layers_unless_one_takes_long(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(quantize_report, "_LINE_INTERVAL_S", 0.0)
     progress = quantize_report.StepProgress()
     progress.update("quantizing", 3, 4)
+    progress.update("quantizing", 3, 4, current=0.2)
+    monkeypatch.setattr(quantize_report, "_PART_INTERVAL_S", 0.0)
     progress.update("quantizing", 3, 4, current=0.9)
     progress.update("quantizing", 4, 4)
-    assert capsys.readouterr().err == "quantizing: 3 of 4 layers\nquantizing: 4 of 4 layers\n"
+    assert capsys.readouterr().err == (
+        "quantizing: 3 of 4 layers\n"
+        "quantizing: 3 of 4 layers, 90 % of the next\n"
+        "quantizing: 4 of 4 layers\n"
+    )
 
 
 def test_a_calibrated_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 from serving import ServerHarness, server_harness, wait_until
 
-from localgen.backends.errors import ContextExceeded, LocalgenError, ModelNotFound
+from localgen.backends.errors import (
+    ContextExceeded,
+    InvalidRequest,
+    LocalgenError,
+    ModelNotFound,
+)
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message
@@ -19,6 +24,7 @@ from localgen.client import Client, Completion, TextDelta
 from localgen.client.connection import EndpointConnection
 from localgen.client.endpoints import Endpoint
 from localgen.client.errors import EndpointUnavailable
+from localgen.client.snapshot import parse_localgen_stats
 from localgen.hub.hf_client import AccessDenied
 
 KEY = "a-key-of-some-length"
@@ -105,6 +111,14 @@ def test_remote_localgen_sends_its_own_statistics(client: Client) -> None:
     assert (end.prompt_tokens, end.cached_tokens, end.completion_tokens) == (5, 2, 3)
     assert (end.ctx, end.stop, end.timings.prompt_n) == (2048, "</s>", 3)
     assert not [note for note in client.load("echo", LoadOptions()).notes if "measured" in note]
+
+
+def test_the_state_of_a_remote_localgen_can_be_read(client: Client) -> None:
+    with pytest.raises(InvalidRequest, match="does not report statistics"):
+        client.stats()  # not known to be one of localgen
+    ask(client, "one two three")
+    (model,) = parse_localgen_stats(client.stats()).models
+    assert (model.name, model.state) == ("echo", "loaded")
 
 
 def test_texts_are_continued(client: Client) -> None:

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.runner.interface import ModelRunner
 from localgen.backends.runner.sequence import Sequence, SequenceState
-from localgen.backends.types import CHUNK_HASH_BYTES
+from localgen.backends.types import CHUNK_HASH_BYTES, MAX_REPORTED_CHUNKS
 
-# of all prompts in a report: about half a million tokens
-MAX_CHUNKS = 8192
 # of all prompts together, the least recently used are not reported
 MAX_TOKENS = 2 << 20
 CHECK_PERIOD_S = 0.25
@@ -110,7 +108,7 @@ class HeldPrompts:
             self._prompts.move_to_end(prompt.hashes[-1], last=False)
 
     def take_report(self) -> bytes | None:
-        """The chunks that are held, newest first and at most MAX_CHUNKS; None if they are the same.
+        """At most MAX_REPORTED_CHUNKS that are held, newest first; None if they are the same.
 
         Before each chunk come those before it in its prompt.
         """
@@ -120,6 +118,6 @@ class HeldPrompts:
         found: dict[bytes, None] = {}
         for key in reversed(self._prompts):
             found.update(dict.fromkeys(self._prompts[key].hashes))
-            if len(found) >= MAX_CHUNKS:
+            if len(found) >= MAX_REPORTED_CHUNKS:
                 break
-        return b"".join(found)[: MAX_CHUNKS * CHUNK_HASH_BYTES]
+        return b"".join(found)[: MAX_REPORTED_CHUNKS * CHUNK_HASH_BYTES]

@@ -25,7 +25,7 @@ from benchmarks.simulation.workload import Workload, conversations, recorded
 from localgen.backends.errors import InvalidRequest
 from localgen.cluster.autoscaling import ScalingPolicy
 from localgen.cluster.config import ClusterConfig
-from localgen.cluster.prefix_table import MAX_CHUNKS
+from localgen.cluster.prefix_table import table_chunks
 
 _HEAD = (
     "replicas",
@@ -90,7 +90,7 @@ def _add_cluster_options(parser: argparse.ArgumentParser) -> None:
     add("--replicas", default="10", help="numbers, with commas (default: 10)")
     add("--policy", default=",".join(POLICIES), help="with commas (default: all)")
     add("--spill", type=int, default=default.spill)
-    add("--table", type=int, default=MAX_CHUNKS, help="chunks that a gateway remembers")
+    add("--table", type=int, help="chunks that a gateway remembers (default: as a real one)")
     add("--report", type=float, default=0.0, help="s between reports of replicas (0: none)")
     add("--gateways", type=int, default=1)
     add("--shared-load", action="store_true", help="gateways know each other's requests")
@@ -134,11 +134,11 @@ def trace_of(options: argparse.Namespace) -> Trace:
     return make
 
 
-def routing_of(options: argparse.Namespace, policy: str) -> Routing:
+def routing_of(options: argparse.Namespace, replicas: int, policy: str) -> Routing:
     return Routing(
         policy=policy,
         spill=options.spill,
-        max_chunks=options.table,
+        max_chunks=options.table or table_chunks(max(replicas, options.max_replicas or 0)),
         gateways=options.gateways,
         sees_all=options.shared_load,
         report_s=options.report,
@@ -162,7 +162,7 @@ def simulate(
         mean_life_s=options.mean_life,
         seed=options.seed,
     )
-    cluster = Cluster(fleet, costs, routing_of(options, policy))
+    cluster = Cluster(fleet, costs, routing_of(options, replicas, policy))
     if options.max_replicas is not None:
         slo_ms = round(options.ttft_slo * 1e3) if options.slo_scaling else None
         bounds = Bounds(

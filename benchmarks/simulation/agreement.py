@@ -47,7 +47,7 @@ from localgen.bench.load import arrival_times
 from localgen.bench.measured_request import MeasuredRequest
 from localgen.bench.prompts import WordPrompts
 from localgen.cluster.config import ClusterConfig
-from localgen.cluster.prefix_table import MAX_CHUNKS, ROUTED_S, prompt_chunks
+from localgen.cluster.prefix_table import ROUTED_S, prompt_chunks, table_chunks
 
 _NUM_SYSTEMS = 8
 _THREADS = 1  # of an engine: with more, the engines would wait for each other's threads
@@ -173,7 +173,9 @@ def simulated_play(
         names=names,
     )
     spill = ClusterConfig().spill
-    routing = Routing(policy=PREFIX, spill=spill, max_chunks=MAX_CHUNKS, report_s=_REPORT_S)
+    routing = Routing(
+        policy=PREFIX, spill=spill, max_chunks=table_chunks(len(names)), report_s=_REPORT_S
+    )
     outcome = Cluster(fleet, costs, routing).play(requests)
     assert not outcome.failed + outcome.refused, "each request is answered"
     took_s = outcome.took_s - requests[0].arrival_s + costs.request_s

@@ -1,7 +1,8 @@
 """`python -m benchmarks.simulation.routing_cost`: CPU time of a gateway's decisions.
 
-The table is full: prompts of 64 chunks behind system prompts, each of which one replica or half of
-all have. A decision is PrefixTable.rank and add, the hashes of the prompt are prompt_chunks.
+The table has 65,536 chunks and is full: prompts of 64 chunks behind system prompts, each of which
+one replica or half of all have. A decision is PrefixTable.rank and add, the hashes of the prompt
+are prompt_chunks.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from pathlib import Path
 
 from benchmarks.measure import ModelLine, Report, command
 from localgen.cluster.config import ClusterConfig
-from localgen.cluster.prefix_table import CHUNK_CHARS, MAX_CHUNKS, PrefixTable, prompt_chunks
+from localgen.cluster.prefix_table import CHUNK_CHARS, PrefixTable, prompt_chunks
 
 _REPLICAS = (10, 100, 1000)
+_TABLE_CHUNKS = 65_536
 _PROMPT_CHUNKS, _OWN_CHUNKS, _NUM_SYSTEMS, _MAX_LOAD = 64, 2, 100, 8
 _DECISIONS, _ROUNDS = 300, 5
 
@@ -32,8 +34,8 @@ def cpu_us(action: Callable[[], object], times: int) -> float:
 
 def full_table(names: list[str], having: int, chance: random.Random) -> PrefixTable:
     """having: replicas that have each system prompt."""
-    table = PrefixTable()
-    for number in range(MAX_CHUNKS // _OWN_CHUNKS):
+    table = PrefixTable(_TABLE_CHUNKS)
+    for number in range(_TABLE_CHUNKS // _OWN_CHUNKS):
         table.add(_chunks(number % _NUM_SYSTEMS, number), chance.choice(names))
     for system in range(_NUM_SYSTEMS):
         for name in chance.sample(names, having):
@@ -51,7 +53,7 @@ def decisions_us(replicas: int, having: int) -> Iterable[float]:
     names = [f"replica-{number}" for number in range(replicas)]
     table = full_table(names, having, chance)
     loads = {name: chance.randrange(_MAX_LOAD) for name in names}
-    spill, new = ClusterConfig().spill, MAX_CHUNKS
+    spill, new = ClusterConfig().spill, _TABLE_CHUNKS
 
     def decide() -> None:
         nonlocal new

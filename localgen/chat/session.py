@@ -241,19 +241,20 @@ class ChatSession:
             default = min(default, info.ctx)
         return replace(load, ctx=ctx) if ctx > (load.ctx or default) else load
 
-    def model_snapshot(self) -> ModelSnapshot | None:
-        """The state of the loaded model at this moment; None if it was unloaded.
+    def model_snapshots(self) -> tuple[ModelSnapshot, ...]:
+        """The state of the loaded model at this moment; empty if it was unloaded.
 
-        Raises LocalgenError if the server does not run or reports no statistics.
+        In a cluster each replica that has loaded it has one. Raises LocalgenError if the server
+        does not run or reports no statistics.
         """
         models = parse_localgen_stats(self.client.stats()).models
-        return next((model for model in models if self._is_ours(model)), None)
+        return tuple(model for model in models if self._is_ours(model))
 
     def _is_ours(self, model: ModelSnapshot) -> bool:
         """True if it is the loaded model: two files may have the same name."""
         info = self.model_info
         path = info.path if info is not None else ""
-        return model.path == path if path and model.path else model.name == self.name
+        return model.path == path if path and model.path else model.served_name == self.name
 
     def ensure_loaded(self, on_progress: OnProgress) -> None:
         """Start the server and load the model again if needed, with the same options.

@@ -13,11 +13,22 @@ from localgen.client.snapshot import ModelSnapshot
 
 
 def summary(session: ChatSession) -> str:
-    """Requests, drafts, cache reuse and memory of the model. Raises LocalgenError."""
-    model = session.model_snapshot()
-    if model is None:
+    """Requests, drafts, cache reuse and memory of the model, for each replica of a cluster.
+
+    Raises LocalgenError.
+    """
+    models = session.model_snapshots()
+    if not models:
         return f"{session.name} is not loaded: the next prompt loads it"
-    rows = (f"{name:<12} {text}" for name, text in _rows(session, model) if text)
+    last = session.last_completion
+    model, *rest = (row for each in models for row in _rows(each))
+    found = [
+        model,
+        ("context", f"{session.estimate_used_tokens():,} of {session.ctx or 0:,} tokens"),
+        ("last answer", report.completion_line(last) if last is not None else ""),
+        *rest,
+    ]
+    rows = (f"{name:<12} {text}" for name, text in found if text)
     return "\n".join(map(one_line, rows))
 
 
@@ -36,11 +47,9 @@ def all_values(node: object, prefix: str = "") -> list[str]:
     return [f"{prefix:<44} {shown}"]
 
 
-def _rows(session: ChatSession, model: ModelSnapshot) -> Iterator[tuple[str, str]]:
-    last, counters = session.last_completion, model.counters
+def _rows(model: ModelSnapshot) -> Iterator[tuple[str, str]]:
+    counters = model.counters
     yield "model", " · ".join(part for part in (model.name, model.processor) if part)
-    yield "context", f"{session.estimate_used_tokens():,} of {session.ctx or 0:,} tokens"
-    yield "last answer", report.completion_line(last) if last is not None else ""
     reused = _share(counters.prefix_hits, counters.prefix_queries)
     yield "cache reuse", f"{reused} of the prompt tokens since the model was loaded"
     for tier in model.kv_tiers:

@@ -37,8 +37,8 @@ from localgen.quant.request.events import (
 )
 from localgen.quant.request.step_eta import StepEta
 
-# interval of progress lines without a terminal
-_LINE_INTERVAL_S = 10.0
+# interval of progress lines without a terminal, of whole layers and within one
+_LINE_INTERVAL_S, _PART_INTERVAL_S = 10.0, 60.0
 
 
 def print_advice(model: str | None, *, as_json: bool) -> None:
@@ -114,8 +114,8 @@ class StepProgress:
     ) -> None:
         """Show `done` of `total` units of a step; a new step name starts a new bar.
 
-        current: fraction of the unit in progress, for the bar only: steps of learned rounding are
-        no measure of the time that its other work takes.
+        current: fraction of the unit in progress. The time left is of whole ones: steps of learned
+        rounding are no measure of the time that its other work takes.
         """
         now = time.monotonic()
         self._eta.update(step, done, total)
@@ -127,14 +127,16 @@ class StepProgress:
                 self._task = self._bar.add_task(one_line(step), total=total)
         if self._bar is not None:
             self._bar.update(self._task, completed=done + current)
-        elif current:
             return
-        elif now - self._last_line_s >= _LINE_INTERVAL_S or done == total:
+        interval_s = _PART_INTERVAL_S if current else _LINE_INTERVAL_S
+        if now - self._last_line_s >= interval_s or done == total:
             self._last_line_s = now
-            left = _format_left(self._eta)
-            tables.print_notice(
-                f"{step}: {_format_progress(done, total, unit)}{left and f', {left}'}"
+            parts = (
+                _format_progress(done, total, unit),
+                f"{100 * current:.0f} % of the next" if current else "",
+                _format_left(self._eta),
             )
+            tables.print_notice(f"{step}: {', '.join(part for part in parts if part)}")
 
 
 class _TimeLeftColumn(ProgressColumn):

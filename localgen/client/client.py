@@ -111,7 +111,7 @@ class Client:
         return self._generate(request)
 
     @property
-    def can_answer_now(self) -> bool:
+    def is_localgen(self) -> bool:
         """True if the server is one of localgen, as known after load()."""
         return self._compat.owned_by == "localgen"
 
@@ -121,7 +121,7 @@ class Client:
         Returns False if no part of an answer has come, or if it has ended. Raises InvalidRequest if
         the server cannot.
         """
-        if not self.can_answer_now:
+        if not self.is_localgen:
             raise InvalidRequest(
                 f"{self._name} cannot end the reasoning alone: Ctrl+C stops the answer"
             )
@@ -166,8 +166,16 @@ class Client:
         return [ModelCard(card["id"], self.url, 0, "", "url") for card in cards]
 
     def stats(self) -> dict[str, Any]:
-        """Raises InvalidRequest: the protocol has no statistics."""
-        raise InvalidRequest(f"{self._name} does not report statistics")
+        """Server and models at this moment. Raises InvalidRequest if it is not one of localgen."""
+        if not self.is_localgen:
+            raise InvalidRequest(f"{self._name} does not report statistics")
+        with self._connection.get("stats") as reply:
+            response = self._accepted(reply)
+            body = response.read()
+        try:
+            return decode_json(body, dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise self._connection.errors.not_openai(response.media_type) from error
 
     @property
     def _name(self) -> str:

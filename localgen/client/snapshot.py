@@ -53,17 +53,19 @@ class ModelCounters:
 class ModelSnapshot:
     """A model in memory. state: loaded, or loading with `progress` (0 to 1).
 
-    path: of its file; empty if the server does not report it. kv_usage: share of the KV cache that
-    running requests use. kv_tokens, kv_used, kv_cached, kv_free: tokens. memory_bytes: RAM and GPU
-    memory of the engine process. until_s: seconds until it is unloaded if it stays idle; None also
-    means never. silent_s: how long its engine has sent nothing, although it should, or None if it
-    answers. threads: that compute now; threads_max: when no other process needs a core. kv_tiers:
-    prefixes kept outside of the KV cache.
+    path: of its file; empty if the server does not report it. replica: of a cluster, whose name
+    ends the model's; else empty. kv_usage: share of the KV cache that running requests use.
+    kv_tokens, kv_used, kv_cached, kv_free: tokens. memory_bytes: RAM and GPU memory of the
+    engine process. until_s: seconds until it is unloaded if it stays idle; None also means
+    never. silent_s: how long its engine has sent nothing, although it should, or None if it
+    answers. threads: that compute now; threads_max: when no other process needs a core.
+    kv_tiers: prefixes kept outside of the KV cache.
     """
 
     name: str
     id: str = ""
     path: str = ""
+    replica: str = ""
     state: str = "loaded"
     progress: float = 1.0
     processor: str | None = None
@@ -92,6 +94,11 @@ class ModelSnapshot:
     read_cost: ReadCost | None = None
     speculation: SpeculationStats | None = None
     sequences: tuple[SequenceStats, ...] | None = None
+
+    @property
+    def served_name(self) -> str:
+        """Its name without that of its replica."""
+        return self.name.removesuffix(f"@{self.replica}") if self.replica else self.name
 
     @property
     def lacks_cores(self) -> bool:
@@ -135,6 +142,7 @@ class _ModelStats:
     name: str
     id: str = ""
     path: str = ""
+    replica: str = ""
     state: str = "loaded"
     progress: float = 1.0
     rss_bytes: int | None = None
@@ -197,6 +205,7 @@ def _model_snapshot(reported: _ModelStats) -> ModelSnapshot:
         name=reported.name,
         id=reported.id,
         path=reported.path,
+        replica=reported.replica,
         state=reported.state,
         progress=reported.progress,
         processor=reported.processor or None,

@@ -9,18 +9,23 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from localgen.backends.types import CHUNK_HASH_BYTES
+from localgen.backends.types import CHUNK_HASH_BYTES, MAX_REPORTED_CHUNKS
 
 # characters of a chunk; a token has about four, and a block of KV 16 tokens or more
 CHUNK_CHARS = 256
 # a replica that was sent a prompt has reported it after this time, or does not have it
 ROUTED_S = 10.0
-# entries of the table: 65,536 chunks are 4 million tokens
-MAX_CHUNKS = 65_536
+# entries of the table with up to 8 replicas: 65,536 chunks are 4 million tokens
+_MIN_CHUNKS = 65_536
 # first chunks whose order of replicas is kept, and replicas in it, some of which have left: 16 MB
 _MAX_ORDERS, _MAX_VOTERS = 1024, 2048
 # the fields of a request that its prompt begins with, in the order in which templates use them
 _PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "input", "prompt")
+
+
+def table_chunks(num_replicas: int) -> int:
+    """Entries of a gateway's table: room for the whole reports of all replicas."""
+    return max(_MIN_CHUNKS, num_replicas * MAX_REPORTED_CHUNKS)
 
 
 def prompt_chunks(body: Mapping[str, Any]) -> tuple[bytes, ...]:
@@ -52,19 +57,23 @@ def _prompt_parts(body: Mapping[str, Any]) -> Iterable[str]:
 
 
 class PrefixTable:
-    """The replicas that hold a chunk, the latest MAX_CHUNKS of them.
+    """The replicas that hold a chunk, the latest max_chunks of them.
 
     A replica holds what it has reported, and what it was sent within ROUTED_S. One that reports
     nothing is taken to keep all.
     """
 
-    def __init__(self, max_chunks: int = MAX_CHUNKS) -> None:
+    def __init__(self, max_chunks: int = _MIN_CHUNKS) -> None:
         self._owners: OrderedDict[bytes, dict[str, None]] = OrderedDict()
         # of each replica: when it was sent a chunk
         self._routed_s: dict[str, dict[bytes, float]] = {}
         self._max_chunks = max_chunks
         self._orders: OrderedDict[bytes, list[str]] = OrderedDict()  # of _voters, by first chunk
         self._voters: Set[str] = frozenset()
+
+    def grow(self, max_chunks: int) -> None:
+        """Keep so many chunks, if that is more than now."""
+        self._max_chunks = max(self._max_chunks, max_chunks)
 
     def add(self, chunks: Sequence[bytes], replica: str, now_s: float = 0.0) -> None:
         """Note that a replica computes these chunks: hashes that include all that is before."""

@@ -9,7 +9,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from localgen.backends.types import split_hashes
 from localgen.cluster.model_table import ModelTable, serving
-from localgen.cluster.prefix_table import PrefixTable
+from localgen.cluster.prefix_table import PrefixTable, table_chunks
 from localgen.cluster.route import HELD, MODELS, RoutedRequest, kv_address
 
 
@@ -71,6 +71,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         for name in self._names - names:
             self._drop(name)
         self._names = names
+        self._prefixes.grow(table_chunks(len(names)))
         for replica in replicas:
             self._read_report(_name(replica.replica_id), replica.routing_stats.get(HELD))
 

@@ -28,7 +28,7 @@ def merged_stats(answers: Sequence[tuple[str, bytes]]) -> dict[str, Any]:
     total: dict[str, Any] = dict(found[0][1]) if found else dict(_NO_REPLICA_STATS)
     total["models"] = [
         # clients tell models apart by their ids
-        model | {key: f"{model[key]}@{replica}" for key in ("name", "id")}
+        model | {key: f"{model[key]}@{replica}" for key in ("name", "id")} | {"replica": replica}
         for replica, stats in found
         for model in stats["models"]
     ]

@@ -265,7 +265,7 @@ class Repl:
 
     def _reasoning_hint(self) -> str:
         """The key that ends the reasoning; empty if the server or the terminal has none."""
-        can = self.session.client.can_answer_now and has_answer_key()
+        can = self.session.client.is_localgen and has_answer_key()
         return f"{ANSWER_NOW_KEY} answers now" if can else ""
 
     @contextlib.contextmanager
@@ -311,7 +311,7 @@ class Repl:
 
     def _busy_cores(self, completion: Completion) -> str:
         """Programs that used cores during the model's last steps; empty if it had all cores."""
-        found = self._model_snapshot()
+        found = self._local_snapshot()
         if found is None:
             return ""
         rate = completion.timings.predicted_per_second
@@ -320,14 +320,17 @@ class Repl:
             return ""
         return report.busy_cores(found, busy_programs(), rate, self._full_rates.get(found.name, 0))
 
-    def _model_snapshot(self) -> ModelSnapshot | None:
+    def _local_snapshot(self) -> ModelSnapshot | None:
+        """The state of a model on this machine."""
+        if self.session.client.url:
+            return None
         try:
-            return self.session.model_snapshot()
+            return next(iter(self.session.model_snapshots()), None)
         except LocalgenError:
-            return None  # a remote server, for example, reports none
+            return None
 
     def _greet(self) -> None:
-        found = self._model_snapshot()
+        found = self._local_snapshot()
         memory_bytes = found.memory_bytes if found is not None else None
         model = replace(self.session.model, ctx=self.session.ctx or 0)
         self._print_dim(report.greeting_line(model, memory_bytes))

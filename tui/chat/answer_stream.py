@@ -190,7 +190,7 @@ class AnswerStream:
             *(waited_s, self.ttft_s, self.num_tokens, used, self._session.ctx, about, context_mark),
             prompt=self._session.client.prompt_progress,
         )
-        can_end = self.is_reasoning and self._session.client.can_answer_now
+        can_end = self.is_reasoning and self._session.client.is_localgen
         hint = "Ctrl+X answers now · " if can_end else ""  # first, so that it is not cut off
         return hint + report.live_stats_line(figures)
 

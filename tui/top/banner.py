@@ -8,6 +8,7 @@ from textual.widget import Widget
 
 import localgen
 from localgen.backends.terminal_text import one_line
+from localgen.backends.units import format_count
 from localgen.client.snapshot import ServerSnapshot
 from localgen.tui.widgets.alignment import align_ends
 from localgen.tui.widgets.numbers import format_duration_s
@@ -62,6 +63,7 @@ def server_facts(snapshot: ServerSnapshot) -> tuple[str, ...]:
         facts.append(one_line(snapshot.status))
     if snapshot.uptime_s is not None:
         facts.append(f"up {format_duration_s(snapshot.uptime_s)}")
-    count = len(snapshot.models)
-    facts.append("1 model" if count == 1 else f"{count} models")
+    if replicas := {model.replica for model in snapshot.models if model.replica}:
+        facts.append(format_count(len(replicas), "replica"))
+    facts.append(format_count(len({model.served_name for model in snapshot.models}), "model"))
     return tuple(facts)
