@@ -93,7 +93,13 @@ def up(
     rate_limit: server_options.RateLimit = None,
     max_body: server_options.MaxBody = None,
     timeout: server_options.Timeout = None,
-    keep_alive: server_options.KeepAlive = None,
+    keep_alive: Annotated[
+        str | None,
+        typer.Option(
+            help="Unload a model when idle for this time: 30s, 5m, 1h; -1: never (default: 5m, and "
+            "never the cluster's own model)."
+        ),
+    ] = None,
     hang_timeout: server_options.HangTimeout = None,
     stabilize: Stabilize = False,
     record_trace: server_options.RecordTrace = None,

@@ -26,8 +26,8 @@ UrlOption = Annotated[
     str | None,
     typer.Option(
         "--url",
-        help="Base URL of an OpenAI-compatible server, e.g. http://host:8000/v1, or a name added "
-        "with `localgen endpoint add`.",
+        help="Base URL of an OpenAI-compatible server, e.g. http://host:8000/v1, a name added with "
+        "`localgen endpoint add`, or `cluster` for your own cluster.",
         metavar="URL|NAME",
         envvar="LOCALGEN_URL",
         show_envvar=False,

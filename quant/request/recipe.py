@@ -23,8 +23,8 @@ _SUPPORTED_BITS: dict[QuantizeMethod, tuple[int, ...]] = {
 METHODS = tuple(_SUPPORTED_BITS)
 # methods whose rounding can be learned
 LEARNING_METHODS: tuple[QuantizeMethod, ...] = ("awq", "gptq")
-# bits at which it was measured to win with all of them, and its steps
-_LEARNED_BITS, _ROUNDING_STEPS = (2, 3), 200
+# steps at the bits where it was measured to win with all of them: docs/quantize.md
+_ROUNDING_STEPS = {2: 200, 3: 200, 4: 50}
 
 
 def supported_bits(method: QuantizeMethod) -> tuple[int, ...]:
@@ -33,8 +33,8 @@ def supported_bits(method: QuantizeMethod) -> tuple[int, ...]:
 
 
 def default_rounding_steps(method: QuantizeMethod, bits: int) -> int:
-    """Steps of learned rounding at the bits where it wins with all methods, else 0."""
-    return _ROUNDING_STEPS if method in LEARNING_METHODS and bits in _LEARNED_BITS else 0
+    """Steps of learned rounding; 0 for none."""
+    return _ROUNDING_STEPS.get(bits, 0) if method in LEARNING_METHODS else 0
 
 
 def default_bits(method: QuantizeMethod) -> int:
