@@ -31,7 +31,10 @@ from localgen.quant.request.step_eta import StepEta
 
 INVALID = errors.EXIT_STATUS_BY_CODE["invalid_request"]
 NOT_FOUND = errors.EXIT_STATUS_BY_CODE["model_not_found"]
-GPTQ = ("quantize", "tiny", "--gptq", "--samples", "24", "--seq-len", "128", "--no-eval")
+GPTQ = (
+    *("quantize", "tiny", "--gptq", "--rounding-steps", "4"),
+    *("--samples", "24", "--seq-len", "128", "--no-eval"),
+)
 QUICK = ("--samples", "4", "--seq-len", "64", "--eval-samples", "2")
 
 

@@ -102,7 +102,7 @@ FOLDED = Recipe(method="awq", bits=4, group_size=32)
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
-        (QuantizeForm(), (Recipe(method="awq"), None, "round")),
+        (QuantizeForm(), (Recipe(method="awq", rounding_steps=50), None, "round")),
         (
             QuantizeForm(method="fp8", bits=3, group_size=32),
             (Recipe(method="fp8", bits=8), None, "round"),
