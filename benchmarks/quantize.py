@@ -1,6 +1,7 @@
 """Measure seconds per layer and peak memory of `localgen quantize`, next to its own estimate.
 
 python -m benchmarks.quantize [--quick] [--methods rtn,awq,gptq,gguf-auto] [--layers 4]
+    [--rounding-steps 0]
 
 The model is random, of Llama-3.2-1B's shape, in bfloat16: time and memory do not depend on the
 weights, and the result is not evaluated. All layers have the same size: four are enough for the
@@ -28,6 +29,7 @@ from benchmarks.random_gguf import EMBEDDING_STD, SHAPES, LlamaShape
 from localgen.hub.packaged import BUILT_IN_PATH
 from localgen.machine.python_process import python_command, python_environment
 from localgen.quant.files.safetensors_writer import StreamedTensor, write_safetensors
+from localgen.quant.request.recipe import LEARNING_METHODS
 
 _METHODS = "rtn,fp8,awq,gptq"
 _UNCALIBRATED = ("rtn", "fp8")
@@ -71,22 +73,27 @@ def main() -> None:
     parser.add_argument("--methods", default=_METHODS)
     parser.add_argument("--samples", default="128")
     parser.add_argument("--seq-len", default="512")
+    parser.add_argument("--rounding-steps", help="of awq and gptq (default: as `quantize` has it)")
     parser.add_argument("--layers", type=int, help="layers of the model (default: 16)")
     parser.add_argument("--output", type=Path, help="result file")
     asked = parser.parse_args()
     shape = SHAPES["quick" if asked.quick else "1b"]
     shape = replace(shape, layers=asked.layers or shape.layers)
     more = _QUICK if asked.quick else ("--samples", asked.samples, "--seq-len", asked.seq_len)
+    steps = ("--rounding-steps", asked.rounding_steps) if asked.rounding_steps else ()
     print("| method | layers | s a layer | estimated s | peak GB | estimated GB |")
     print("|---|---:|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as place:
         model = random_folder(shape, Path(place))
         found = []
         for method in asked.methods.split(","):
-            found.append(measured(method, model, () if method in _UNCALIBRATED else more))
+            options = () if method in _UNCALIBRATED else more
+            found.append(
+                measured(method, model, options + (steps if method in LEARNING_METHODS else ()))
+            )
             print(found[-1].row, flush=True)
     if not asked.quick:
-        _save(found, more, asked.output)
+        _save(found, more + steps, asked.output)
 
 
 def measured(method: str, model: Path, more: tuple[str, ...]) -> QuantizeFigures:

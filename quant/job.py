@@ -300,6 +300,8 @@ class QuantizeJob:
         )
         on_event(ProgressEvent("timing a layer", 1, 1, "steps"))
         on_event(LayersEstimateEvent(step, left, seconds))
+        if steps and self.mode in ("round", "gguf"):
+            on_event(NoteEvent("learned rounding is much of it: --rounding-steps 0 leaves it out"))
         return seconds
 
     def _on_steps(self, progress: ProgressEvent, on_event: OnEvent) -> Callable[[], None]:

@@ -549,10 +549,23 @@ def test_short_stats(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> N
     ]
     assert lines.count("memory       130 MB") == 2
     assert sum(line.startswith("context ") for line in lines) == 1
+    other = known | {"name": "HF/tiny:Q4", "names": ["tiny", "tiny:q4"], "ctx": 512}
+    reply["models"] = [other]  # as a server at a URL names a model from its cache
+    assert "model        HF/tiny:Q4 · 100% CPU" in obey(session, "/stats")
     monkeypatch.setattr(session.client, "stats", lambda: reply | {"models": []})
     assert obey(session, "/stats") == "tiny is not loaded: the next prompt loads it"
     with pytest.raises(InvalidRequest, match="/stats all: give raw, or nothing"):
         obey(session, "/stats all")
+
+
+def test_stats_of_a_model_whose_context_the_client_does_not_know(
+    session: ChatSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = {"server": {}, "models": [{"name": "tiny", "ctx": 512}], "replicas": {"a": {"x": 1}}}
+    monkeypatch.setattr(session.client, "stats", lambda: dict(reply))
+    monkeypatch.setattr(type(session), "ctx", None)
+    assert "of 512 tokens" in obey(session, "/stats")
+    assert "replicas" not in obey(session, "/stats raw")
 
 
 def test_raw_stats_are_flat(session: ChatSession) -> None:

@@ -549,7 +549,9 @@ def test_statistics_of_all_replicas() -> None:
         {"ended_ago_s": 1.0, "model": "tiny@b"},
         {"ended_ago_s": 2.0, "model": "tiny@a"},
     ]
-    models = parse_localgen_stats(total | {"ended": None}).models
+    snapshot = parse_localgen_stats(total | {"ended": None})
+    assert snapshot.num_replicas == 2
+    models = snapshot.models
     assert [(model.served_name, model.replica) for model in models] == [
         ("tiny", "a"),
         ("tiny", "b"),

@@ -18,7 +18,12 @@ from localgen.quant.calibrate.layer_forward import CalibrationLayer, LayerForwar
 from localgen.quant.job import QuantizeJob
 from localgen.quant.layer_trial import TRIAL_STEPS, estimate_layer_s
 from localgen.quant.preflight import prepare_quantization
-from localgen.quant.request.events import LayersEstimateEvent, ProgressEvent, QuantizeEvent
+from localgen.quant.request.events import (
+    LayersEstimateEvent,
+    NoteEvent,
+    ProgressEvent,
+    QuantizeEvent,
+)
 from localgen.quant.request.recipe import CalibrationConfig, Recipe
 
 
@@ -135,7 +140,10 @@ def test_the_time_is_told_and_the_result_is_the_same(
     assert told.estimated_s is not None
     assert told.estimated_s > 0
     begin = events.index(ProgressEvent("quantizing", 0, 6, "layers"))
-    assert events[begin - 1] == LayersEstimateEvent("quantizing", 6, told.estimated_s)
+    estimate = LayersEstimateEvent("quantizing", 6, told.estimated_s)
+    hints = [NoteEvent("learned rounding is much of it: --rounding-steps 0 leaves it out")]
+    learns = recipe.rounding_steps > 0
+    assert events[begin - 1 - learns : begin] == [estimate, *hints[:learns]]
     monkeypatch.setattr("localgen.quant.job._MIN_TIMED_LAYERS", 7)
     events.clear()
     quiet = QuantizeJob("tiny", prepared, tmp_path / "quiet").run(events.append, resume=False)

@@ -343,7 +343,7 @@ def test_lines_without_a_terminal_are_of_whole_layers_unless_one_takes_long(
     progress.update("quantizing", 4, 4)
     assert capsys.readouterr().err == (
         "quantizing: 3 of 4 layers\n"
-        "quantizing: 3 of 4 layers, 90 % of the next\n"
+        "quantizing: 3 of 4 layers, 90 % of the next layer\n"
         "quantizing: 4 of 4 layers\n"
     )
 

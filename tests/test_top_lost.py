@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from textual.pilot import Pilot
@@ -25,7 +26,7 @@ from localgen.tui import feed
 from localgen.tui.feed import SampleReceived
 from localgen.tui.gauges.samples import ServerSample
 from localgen.tui.top.app import TopApp
-from localgen.tui.top.banner import Banner
+from localgen.tui.top.banner import Banner, server_facts
 from localgen.tui.widgets.notice import Notice
 
 # no automatic retry during a test
@@ -81,6 +82,13 @@ def test_back_while_it_is_held_is_held_and_no_longer_lost() -> None:
         assert dashboard.query_one(Banner).status == "LIVE"
 
     run(script, watch, first_retry_s=LONG_S)
+
+
+def test_replicas_of_one_model_are_not_counted_as_models() -> None:
+    replicas = [replace(model(), name=f"llama-8b@{each}", replica=each) for each in ("a", "b")]
+    facts = server_facts(replace(snapshot(*replicas), num_replicas=3))
+    assert facts[-2:] == ("3 replicas", "1 model")
+    assert server_facts(snapshot(model()))[-1] == "1 model"
 
 
 def test_no_server_is_waited_for_and_t_looks_at_once() -> None:

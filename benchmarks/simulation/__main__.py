@@ -138,7 +138,11 @@ def routing_of(options: argparse.Namespace, replicas: int, policy: str) -> Routi
     return Routing(
         policy=policy,
         spill=options.spill,
-        max_chunks=options.table or table_chunks(max(replicas, options.max_replicas or 0)),
+        max_chunks=(
+            table_chunks(max(replicas, options.max_replicas or 0))
+            if options.table is None
+            else options.table
+        ),
         gateways=options.gateways,
         sees_all=options.shared_load,
         report_s=options.report,

@@ -287,7 +287,9 @@ def _undo(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
 
 def _stats(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     if argument == "raw":
-        return CommandOutput(_text(stats_report.all_values(session.client.stats())))
+        stats = session.client.stats()
+        stats.pop("replicas", None)  # of a cluster: the same again
+        return CommandOutput(_text(stats_report.all_values(stats)))
     if argument:
         raise InvalidRequest(f"/stats {argument}: give raw, or nothing for a summary")
     return CommandOutput(stats_report.summary(session))

@@ -248,13 +248,15 @@ class ChatSession:
         does not run or reports no statistics.
         """
         models = parse_localgen_stats(self.client.stats()).models
-        return tuple(model for model in models if self._is_ours(model))
-
-    def _is_ours(self, model: ModelSnapshot) -> bool:
-        """True if it is the loaded model: two files may have the same name."""
-        info = self.model_info
-        path = info.path if info is not None else ""
-        return model.path == path if path and model.path else model.served_name == self.name
+        path = self.model_info.path if self.model_info is not None else ""
+        if path and any(model.path for model in models):  # two files may have the same name
+            return tuple(model for model in models if model.path == path)
+        ours = {
+            model.served_name
+            for model in models
+            if self.name == model.served_name or self.name in model.names
+        }
+        return tuple(model for model in models if model.served_name in ours)
 
     def ensure_loaded(self, on_progress: OnProgress) -> None:
         """Start the server and load the model again if needed, with the same options.

@@ -21,10 +21,11 @@ def summary(session: ChatSession) -> str:
     if not models:
         return f"{session.name} is not loaded: the next prompt loads it"
     last = session.last_completion
+    ctx = session.ctx or models[0].ctx or 0
     model, *rest = (row for each in models for row in _rows(each))
     found = [
         model,
-        ("context", f"{session.estimate_used_tokens():,} of {session.ctx or 0:,} tokens"),
+        ("context", f"{session.estimate_used_tokens():,} of {ctx:,} tokens"),
         ("last answer", report.completion_line(last) if last is not None else ""),
         *rest,
     ]

@@ -126,7 +126,7 @@ RoundingStepsOption = Annotated[
         metavar="<int>",
         min=0,
         help="AWQ and GPTQ: improve the rounding of each layer in this many gradient steps; 0: "
-        "none (default: 200 for 2 and 3 bits, 50 for 4, else 0; with --gguf 0).",
+        "none (default: 200 for 2 and 3 bits, 50 for AWQ with 4, else 0; with --gguf 0).",
     ),
 ]
 CalibOption = Annotated[

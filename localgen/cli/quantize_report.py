@@ -133,7 +133,7 @@ class StepProgress:
             self._last_line_s = now
             parts = (
                 _format_progress(done, total, unit),
-                f"{100 * current:.0f} % of the next" if current else "",
+                f"{100 * current:.0f} % of the next {unit.removesuffix('s')}" if current else "",
                 _format_left(self._eta),
             )
             tables.print_notice(f"{step}: {', '.join(part for part in parts if part)}")

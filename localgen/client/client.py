@@ -17,6 +17,7 @@ from localgen.backends.typed_data import decode_json
 from localgen.backends.types import OVERFLOW_ERROR, Message, PromptProgress, Tool
 from localgen.client.connection import Connection, ServerResponse
 from localgen.client.errors import ErrorResponse, SentRequest, format_model_names
+from localgen.client.remote_stats import fetch_stats
 from localgen.client.request_body import (
     GenerationRequest,
     OpenAICompat,
@@ -167,15 +168,10 @@ class Client:
 
     def stats(self) -> dict[str, Any]:
         """Server and models at this moment. Raises InvalidRequest if it is not one of localgen."""
-        if not self.is_localgen:
+        found = fetch_stats(self._connection)
+        if found is None:
             raise InvalidRequest(f"{self._name} does not report statistics")
-        with self._connection.get("stats") as reply:
-            response = self._accepted(reply)
-            body = response.read()
-        try:
-            return decode_json(body, dict[str, Any])
-        except msgspec.DecodeError as error:
-            raise self._connection.errors.not_openai(response.media_type) from error
+        return found
 
     @property
     def _name(self) -> str:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 from urllib.parse import quote
 
-import msgspec
-
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.typed_data import decode_json
 from localgen.client.connection import EndpointConnection, ServerResponse
 from localgen.client.endpoints import Endpoint
 from localgen.client.local_client import LocalClient
 from localgen.client.prometheus import MetricsParser
+from localgen.client.remote_stats import fetch_stats, try_decode_object
 from localgen.client.snapshot import ServerSnapshot, parse_localgen_stats
 from localgen.config import ServerSettings
 
@@ -64,20 +61,20 @@ class RemoteServerMonitor:
 
         Raises LocalgenError if the server does not respond, or has no statistics.
         """
-        stats = self._fetch_stats()
+        stats = fetch_stats(self._connection)
         if stats is None:
             yield from self._metrics_snapshots()
             return
         while stats is not None:
             yield parse_localgen_stats(stats)
             self._sleep(STATS_INTERVAL_S)
-            stats = self._fetch_stats()
+            stats = fetch_stats(self._connection)
 
     def cancel(self, request_id: str) -> bool:
         """Cancel a request of a localgen server. Raises InvalidRequest for other servers."""
         with self._connection.post(f"requests/{quote(request_id, safe='')}/cancel", b"{}") as reply:
             if isinstance(reply, ServerResponse):
-                result = _try_decode_object(reply.read())
+                result = try_decode_object(reply.read())
                 return bool(result and result.get("cancelled"))
         if reply.status in _UNSUPPORTED_STATUSES:
             raise InvalidRequest(
@@ -88,17 +85,6 @@ class RemoteServerMonitor:
     def close(self) -> None:
         """Close the connections."""
         self._connection.close()
-
-    def _fetch_stats(self) -> dict[str, Any] | None:
-        """The /v1/stats of a localgen server; None for other servers."""
-        with self._connection.get("stats") as reply:
-            if isinstance(reply, ServerResponse):
-                stats = _try_decode_object(reply.read())
-                is_localgen = stats is not None and {"server", "models"} <= stats.keys()
-                return stats if is_localgen else None
-        if reply.status in (401, 403) or reply.status >= 500:
-            raise self._connection.errors.refusal(reply)
-        return None
 
     def _metrics_snapshots(self) -> Iterator[ServerSnapshot]:
         parser, sole_name = MetricsParser(), ""
@@ -115,7 +101,7 @@ class RemoteServerMonitor:
     def _fetch_sole_name(self) -> str:
         """The name of the only model that the server lists, or empty."""
         with self._connection.get("models") as reply:
-            listed = _try_decode_object(reply.read()) if isinstance(reply, ServerResponse) else None
+            listed = try_decode_object(reply.read()) if isinstance(reply, ServerResponse) else None
         match listed:
             case {"data": [{"id": str(name)}]}:
                 return name
@@ -130,11 +116,3 @@ class RemoteServerMonitor:
         if reply.status in _UNSUPPORTED_STATUSES:
             raise InvalidRequest(f"{self._endpoint.display_name} has no /metrics: {_METRICS_HELP}")
         raise self._connection.errors.refusal(reply)
-
-
-def _try_decode_object(body: bytes) -> dict[str, Any] | None:
-    try:
-        decoded = decode_json(body)
-    except msgspec.DecodeError:
-        return None
-    return decoded if isinstance(decoded, dict) else None

@@ -54,18 +54,19 @@ class ModelSnapshot:
     """A model in memory. state: loaded, or loading with `progress` (0 to 1).
 
     path: of its file; empty if the server does not report it. replica: of a cluster, whose name
-    ends the model's; else empty. kv_usage: share of the KV cache that running requests use.
-    kv_tokens, kv_used, kv_cached, kv_free: tokens. memory_bytes: RAM and GPU memory of the
-    engine process. until_s: seconds until it is unloaded if it stays idle; None also means
-    never. silent_s: how long its engine has sent nothing, although it should, or None if it
-    answers. threads: that compute now; threads_max: when no other process needs a core.
-    kv_tiers: prefixes kept outside of the KV cache.
+    ends the model's; else empty. names: by which it was requested. kv_usage: share of the KV
+    cache that running requests use. kv_tokens, kv_used, kv_cached, kv_free: tokens.
+    memory_bytes: RAM and GPU memory of the engine process. until_s: seconds until it is
+    unloaded if it stays idle; None also means never. silent_s: how long its engine has sent
+    nothing, although it should, or None if it answers. threads: that compute now; threads_max:
+    when no other process needs a core. kv_tiers: prefixes kept outside of the KV cache.
     """
 
     name: str
     id: str = ""
     path: str = ""
     replica: str = ""
+    names: tuple[str, ...] = ()
     state: str = "loaded"
     progress: float = 1.0
     processor: str | None = None
@@ -110,7 +111,7 @@ class ModelSnapshot:
 class ServerSnapshot:
     """A server and its models. server_type: localgen, vLLM, SGLang or llama-server.
 
-    finished_requests: newest first.
+    num_replicas: of a cluster, or None. finished_requests: newest first.
     """
 
     server_type: str
@@ -119,6 +120,7 @@ class ServerSnapshot:
     uptime_s: float | None = None
     rss_bytes: int | None = None
     machine: MachineStats | None = None
+    num_replicas: int | None = None
     models: tuple[ModelSnapshot, ...] = ()
     finished_requests: tuple[EndedRequest, ...] | None = None
 
@@ -143,6 +145,7 @@ class _ModelStats:
     id: str = ""
     path: str = ""
     replica: str = ""
+    names: tuple[str, ...] = ()
     state: str = "loaded"
     progress: float = 1.0
     rss_bytes: int | None = None
@@ -163,6 +166,7 @@ class _StatsResponse:
     server: _ServerStats
     models: tuple[_ModelStats, ...] = ()
     machine: MachineStats | None = None
+    replicas: dict[str, Any] | None = None
     ended: tuple[EndedRequest, ...] | None = None
 
 
@@ -189,6 +193,7 @@ def parse_localgen_stats(payload: dict[str, Any]) -> ServerSnapshot:
         uptime_s=server.uptime_s,
         rss_bytes=server.rss_bytes,
         machine=machine,
+        num_replicas=None if stats.replicas is None else len(stats.replicas),
         models=tuple(map(_model_snapshot, stats.models)),
         finished_requests=stats.ended,
     )
@@ -206,6 +211,7 @@ def _model_snapshot(reported: _ModelStats) -> ModelSnapshot:
         id=reported.id,
         path=reported.path,
         replica=reported.replica,
+        names=reported.names,
         state=reported.state,
         progress=reported.progress,
         processor=reported.processor or None,

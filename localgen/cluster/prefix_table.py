@@ -23,9 +23,12 @@ _MAX_ORDERS, _MAX_VOTERS = 1024, 2048
 _PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "input", "prompt")
 
 
-def table_chunks(num_replicas: int) -> int:
-    """Entries of a gateway's table: room for the whole reports of all replicas."""
-    return max(_MIN_CHUNKS, num_replicas * MAX_REPORTED_CHUNKS)
+def table_chunks(num_replicas: int, reported: int = 0) -> int:
+    """Entries of a gateway's table: room for what all replicas of one model may report.
+
+    reported: chunks in all reports, which replicas with several models have more of.
+    """
+    return max(_MIN_CHUNKS, num_replicas * MAX_REPORTED_CHUNKS, reported)
 
 
 def prompt_chunks(body: Mapping[str, Any]) -> tuple[bytes, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from localgen.backends.types import split_hashes
+from localgen.backends.types import CHUNK_HASH_BYTES, split_hashes
 from localgen.cluster.model_table import ModelTable, serving
 from localgen.cluster.prefix_table import PrefixTable, table_chunks
 from localgen.cluster.route import HELD, MODELS, RoutedRequest, kv_address
@@ -71,9 +71,11 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         for name in self._names - names:
             self._drop(name)
         self._names = names
-        self._prefixes.grow(table_chunks(len(names)))
-        for replica in replicas:
-            self._read_report(_name(replica.replica_id), replica.routing_stats.get(HELD))
+        reports = {_name(each.replica_id): each.routing_stats.get(HELD) for each in replicas}
+        reported = sum(len(held or b"") for held in reports.values()) // CHUNK_HASH_BYTES
+        self._prefixes.grow(table_chunks(len(names), reported))
+        for name, held in reports.items():
+            self._read_report(name, held)
 
     def _read_report(self, name: str, held: bytes | None) -> None:
         if held is not None and held != self._reports.get(name):

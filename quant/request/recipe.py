@@ -21,10 +21,12 @@ _SUPPORTED_BITS: dict[QuantizeMethod, tuple[int, ...]] = {
     "fp8": (8,),
 }
 METHODS = tuple(_SUPPORTED_BITS)
-# methods whose rounding can be learned
-LEARNING_METHODS: tuple[QuantizeMethod, ...] = ("awq", "gptq")
-# steps at the bits where it was measured to win with all of them: docs/quantize.md
-_ROUNDING_STEPS = {2: 200, 3: 200, 4: 50}
+# methods whose rounding can be learned: steps by bits, where it was measured to win
+_ROUNDING_STEPS: dict[QuantizeMethod, dict[int, int]] = {
+    "awq": {2: 200, 3: 200, 4: 50},
+    "gptq": {2: 200, 3: 200},
+}
+LEARNING_METHODS = tuple(_ROUNDING_STEPS)
 
 
 def supported_bits(method: QuantizeMethod) -> tuple[int, ...]:
@@ -34,7 +36,7 @@ def supported_bits(method: QuantizeMethod) -> tuple[int, ...]:
 
 def default_rounding_steps(method: QuantizeMethod, bits: int) -> int:
     """Steps of learned rounding; 0 for none."""
-    return _ROUNDING_STEPS.get(bits, 0) if method in LEARNING_METHODS else 0
+    return _ROUNDING_STEPS.get(method, {}).get(bits, 0)
 
 
 def default_bits(method: QuantizeMethod) -> int:

@@ -63,7 +63,7 @@ def server_facts(snapshot: ServerSnapshot) -> tuple[str, ...]:
         facts.append(one_line(snapshot.status))
     if snapshot.uptime_s is not None:
         facts.append(f"up {format_duration_s(snapshot.uptime_s)}")
-    if replicas := {model.replica for model in snapshot.models if model.replica}:
-        facts.append(format_count(len(replicas), "replica"))
+    if snapshot.num_replicas is not None:
+        facts.append(format_count(snapshot.num_replicas, "replica"))
     facts.append(format_count(len({model.served_name for model in snapshot.models}), "model"))
     return tuple(facts)
