@@ -109,7 +109,7 @@ def _peak_layer_bytes(prepared: PreparedQuantization, batch_windows: int, mode: 
     # the layer in float32 and its codes; rows of a GGUF file are also kept unpacked
     layer = (9 if mode == "gguf" else 5) * sum(sizes.values())
     # weights rounded at a time; awq handles all readers of one input together
-    at_once = max(sizes.values())
+    largest = at_once = max(sizes.values())
     if recipe.method == "awq":
         at_once = max(sum(sizes[name] for name in one.linears) for one in scale_mappings(spec))
     sums = statistics_bytes(spec, recipe)
@@ -122,7 +122,7 @@ def _peak_layer_bytes(prepared: PreparedQuantization, batch_windows: int, mode: 
     if recipe.rounding_steps and mode in ("round", "gguf"):
         # each weight as given, its offset, rounded and its gradient; one linear's graph; the
         # activations of the layer and their gradients
-        learning = layer + 16 * sum(sizes.values()) + 4 * _GRAPH_COPIES * at_once + 2 * forward
+        learning = layer + 16 * sum(sizes.values()) + 4 * _GRAPH_COPIES * largest + 2 * forward
     return max(rounding, layer + sums + forward, learning)
 
 
