@@ -53,9 +53,9 @@ Array = NDArray[np.float64]
 # near 2.6, 3.0, 3.4, 3.9 and 4.5 bits per weight, where two are as near the better known one; rows
 # of 576 values, as smollm2 has, fall back to types of 4.5 bits and more
 TYPES = {
-    "tiny": "IQ2_XXS,IQ2_S,Q2_K_S,IQ3_XS,Q3_K_M,IQ4_XS",
+    "tiny": "IQ1_M,IQ2_XXS,IQ2_S,Q2_K_S,IQ3_XS,Q3_K_M,IQ4_XS",
     "smollm2": "IQ2_M,Q3_K_S,IQ4_XS,Q4_K_M",
-    "smollm2-wide": "IQ2_XXS,IQ2_XS,Q2_K_S,IQ3_XS,Q3_K_M,IQ4_XS",
+    "smollm2-wide": "IQ1_M,IQ2_XXS,IQ2_XS,Q2_K_S,IQ3_XS,Q3_K_M,IQ4_XS",
 }
 _RESAMPLES = 10_000
 _INTERVAL = (2.5, 97.5)
