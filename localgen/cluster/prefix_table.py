@@ -75,7 +75,7 @@ class PrefixTable:
         self._voters: Set[str] = frozenset()
 
     def grow(self, max_chunks: int) -> None:
-        """Keep so many chunks, if that is more than now."""
+        """Raise the maximum number of chunks; a lower one than now is ignored."""
         self._max_chunks = max(self._max_chunks, max_chunks)
 
     def add(self, chunks: Sequence[bytes], replica: str, now_s: float = 0.0) -> None:
