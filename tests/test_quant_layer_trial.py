@@ -141,7 +141,7 @@ def test_the_time_is_told_and_the_result_is_the_same(
     assert told.estimated_s > 0
     begin = events.index(ProgressEvent("quantizing", 0, 6, "layers"))
     estimate = LayersEstimateEvent("quantizing", 6, told.estimated_s)
-    hints = [NoteEvent("learned rounding is much of it: --rounding-steps 0 leaves it out")]
+    hints = [NoteEvent("most time goes to learned rounding: --rounding-steps 0 is faster")]
     learns = recipe.rounding_steps > 0
     assert events[begin - 1 - learns : begin] == [estimate, *hints[:learns]]
     monkeypatch.setattr("localgen.quant.job._MIN_TIMED_LAYERS", 7)
