@@ -206,6 +206,26 @@ def test_a_replica_holds_what_it_reports_and_what_it_was_just_sent() -> None:
     assert set(table._owners) == set(old)
 
 
+def test_what_a_replica_was_just_sent_may_not_be_computed_yet() -> None:
+    table = PrefixTable()
+    old, new = [b"o", b"oo"], [b"o", b"n", b"nn"]
+    table.add(old, "a", 0.0)
+    assert table.computed_chunks(old, "a", 1.0) == 0
+    assert table.computed_chunks(old, "b", 1.0) == 2, "it was sent nothing"
+    table.report(old, "a", 2.0)
+    assert table.computed_chunks(old, "a", 2.0) == 2
+    table.add(new, "a", 3.0)
+    assert table.computed_chunks(new, "a", 3.0) == 1
+    table.add(new, "a", 4.0)
+    assert table.computed_chunks(new, "a", 4.0) == 1, "the first one may still wait"
+    # a replica that reports nothing is taken to keep all
+    assert table.computed_chunks(new, "a", 4.0 + ROUTED_S) == 3
+    table.add([b"x"], "a", 5.0 + ROUTED_S)
+    assert list(table._awaited_s["a"]) == [b"x"], "the old ones are forgotten"
+    table.drop("a")
+    assert not table._awaited_s
+
+
 def test_a_new_gateway_learns_from_reports_what_the_others_know() -> None:
     reports = {name: [b"s", *(name * n for n in (1, 2))] for name in (b"a", b"b")}
     old, new = PrefixTable(), PrefixTable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +13,35 @@ pytest.importorskip("ray", reason="Ray is not installed, which needs 500 MB: mak
 from ray.serve.request_router import RequestRouter
 
 from localgen.backends.types import CHUNK_HASH_BYTES, MAX_REPORTED_CHUNKS
-from localgen.cluster.route import HELD
+from localgen.cluster.route import HELD, KV_ADDRESS, Choice, InFlight, RoutedRequest
 from localgen.cluster.router import PrefixRouter
 
 
 def replica(name: str, num_chunks: int) -> Any:
     held = os.urandom(CHUNK_HASH_BYTES * num_chunks)
-    return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats={HELD: held})
+    return SimpleNamespace(
+        replica_id=SimpleNamespace(unique_id=name),
+        replica_metadata={KV_ADDRESS: f"{name}:1"},
+        routing_stats={HELD: held} if held else {},
+    )
+
+
+def test_all_requests_with_a_prompt_that_is_fetched_are_told_where_it_is() -> None:
+    router = PrefixRouter.__new__(PrefixRouter)
+    router.initialize_state(spill=1)
+    replicas, in_flight, chunks = [replica(name, 0) for name in "ab"], InFlight(), (b"1", b"2")
+
+    def route() -> Choice:
+        routed = RoutedRequest(chunks, in_flight=in_flight)
+        pending = SimpleNamespace(args=[routed])
+        ranked = asyncio.run(router.choose_replicas(replicas, pending))
+        return routed.choice(ranked[0][0].replica_id.unique_id, "http://replica")
+
+    first, *rest = (route() for _ in range(6))
+    assert not first.kv_peer, "nobody else has it"
+    others = [each for each in rest if each.replica != first.replica]
+    assert len(others) > 1, "the second of them may arrive before the first"
+    assert {each.kv_peer for each in others} == {f"{first.replica}:1"}
 
 
 def test_the_table_has_room_for_the_reports_of_all_replicas(

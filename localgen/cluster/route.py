@@ -63,9 +63,9 @@ class RoutedRequest:
 
     chunks: of its prompt. model: its name, or empty for the one that all have. wanted: the replica
     that must answer, or None. gone: those that do not answer. in_flight: counts it from the moment
-    it is routed, so that those which come at once are spread. cached: chunks that each replica has.
-    kv_addresses: of the model in each replica. assigned: the replica that it counts for, until it
-    has ended.
+    it is routed, so that those which come at once are spread. cached: chunks that each replica has
+    or was sent. computed: those of the chosen one that it was not sent just now. kv_addresses: of
+    the model in each replica. assigned: the replica that it counts for, until it has ended.
     """
 
     chunks: tuple[bytes, ...] = ()
@@ -74,6 +74,7 @@ class RoutedRequest:
     gone: frozenset[str] = frozenset()
     in_flight: InFlight = field(default_factory=InFlight)
     cached: Mapping[str, int] = field(default_factory=dict)
+    computed: Mapping[str, int] = field(default_factory=dict)
     kv_addresses: Mapping[str, str] = field(default_factory=dict)
     assigned: str | None = None
     has_ended: bool = False
@@ -98,12 +99,17 @@ class RoutedRequest:
         self.assigned = replica
 
     def choice(self, replica: str, url: str) -> Choice:
-        """The replica that was chosen, and which other has more of the prompt, if that is much."""
+        """The replica that was chosen, and which other has more of the prompt, if that is much.
+
+        All requests with a prompt that the replica is to fetch are told where, as they may arrive
+        in another order than they were routed in.
+        """
         own = self.cached.get(replica, 0)
-        best = max(self.cached, key=self.cached.__getitem__, default=replica)
-        most = self.cached.get(best, 0)
-        kv_peer = self.kv_addresses.get(best, "") if most - own >= MIN_FETCH_CHUNKS else ""
-        has = most if kv_peer else own
+        others = {name: count for name, count in self.cached.items() if name != replica}
+        best = max(others, key=others.__getitem__, default="")
+        more = others.get(best, 0) - self.computed.get(replica, own)
+        kv_peer = self.kv_addresses.get(best, "") if more >= MIN_FETCH_CHUNKS else ""
+        has = max(own, others[best]) if kv_peer else own
         kv_address = self.kv_addresses.get(replica, "")
         return Choice(replica, url, kv_address, kv_peer, len(self.chunks) - has)
 
