@@ -103,8 +103,13 @@ FOLDED = Recipe(method="awq", bits=4, group_size=32)
     ("choice", "expected"),
     [
         (QuantizeForm(), (Recipe(method="awq", rounding_steps=50), None, "round")),
+        (QuantizeForm(is_learned=False), (Recipe(method="awq"), None, "round")),
         (
-            QuantizeForm(method="fp8", bits=3, group_size=32),
+            QuantizeForm(method="gptq", bits=2, is_learned=False),
+            (Recipe(method="gptq", bits=2), None, "round"),
+        ),
+        (
+            QuantizeForm(method="fp8", bits=3, group_size=32, is_learned=False),
             (Recipe(method="fp8", bits=8), None, "round"),
         ),
         (QuantizeForm(method="rtn", bits=8), (Recipe(method="rtn", bits=8), None, "round")),
@@ -134,7 +139,7 @@ def test_form_is_converted_to_a_request(
 
 
 def test_fields_available_per_method() -> None:
-    fields = ("gguf", "gguf_calibration", "bits", "group_size", "text")
+    fields = ("gguf", "gguf_calibration", "bits", "group_size", "is_learned", "text")
     closed = {
         method: [
             field for field in fields if unavailable_reason(QuantizeForm(method=method), field)
@@ -143,10 +148,10 @@ def test_fields_available_per_method() -> None:
     }
     assert closed == {
         "awq": ["gguf", "gguf_calibration"],
-        "rtn": ["gguf", "gguf_calibration", "text"],
-        "fp8": ["gguf", "gguf_calibration", "bits", "group_size", "text"],
-        "smoothquant": ["gguf", "gguf_calibration", "bits", "group_size"],
-        "GGUF": ["bits", "group_size", "text"],
+        "rtn": ["gguf", "gguf_calibration", "is_learned", "text"],
+        "fp8": ["gguf", "gguf_calibration", "bits", "group_size", "is_learned", "text"],
+        "smoothquant": ["gguf", "gguf_calibration", "bits", "group_size", "is_learned"],
+        "GGUF": ["bits", "group_size", "is_learned", "text"],
     }
     needy = QuantizeForm(method="GGUF", gguf="IQ1_M")
     assert "importance matrix" in invalid_value_reason(needy, "gguf_calibration", "nothing")

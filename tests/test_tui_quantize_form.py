@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +90,12 @@ def test_two_bits_learn_their_rounding(tmp_path: Path) -> None:
         assert asked is not None
         assert (asked.method, asked.bits) == ("gptq", 2)
         assert asked.rounding_steps > 0
+        await pilot.press("down", "down", "right")
+        await wait_until_estimated(tui, pilot, 4)
+        plain = tui.asked_looks[-1].recipe
+        assert plain == replace(asked, rounding_steps=0)
+        tui.screen._form_panel.set_values(bits=4)
+        await tui.until(lambda: "gptq with 4 bits: plain" in tui.screen_text())
 
     play(Quantizing(tmp_path), scene)
 

@@ -16,9 +16,11 @@ from localgen.config import BUILT_IN_MODEL
 from localgen.locked_file import LockedFile
 from localgen.quant.request.gguf_types import AUTO, DIRECT_TYPES, GGUF_TYPES, GPTQ_TYPES
 from localgen.quant.request.recipe import (
+    LEARNING_METHODS,
     METHODS,
     CalibrationConfig,
     QuantizeMethod,
+    default_rounding_steps,
     supported_bits,
 )
 from localgen.quant.request.request import EvalSet, QuantizeRequest, default_output
@@ -41,8 +43,9 @@ class QuantizeForm:
     """method: one of METHOD_CHOICES. gguf: the file type if the method is GGUF, or `auto` with its
     target, as for parse_gguf_choice.
 
-    text: path of the calibration text; empty for localgen's own. out: output path; empty for the
-    default. Values that do not apply to a method are kept for the next method.
+    is_learned: the rounding, where that is the default. text: path of the calibration text; empty
+    for localgen's own. out: output path; empty for the default. Values that do not apply to a
+    method are kept for the next method.
     """
 
     model: str = BUILT_IN_MODEL
@@ -51,6 +54,7 @@ class QuantizeForm:
     gguf_calibration: GgufCalibration = "nothing"
     bits: int = 4
     group_size: int = 128
+    is_learned: bool = True
     text: str = ""
     is_measured: bool = True
     out: str = ""
@@ -88,6 +92,7 @@ class QuantizeForm:
             [name for name in METHODS if name == method],
             bits=None if unavailable_reason(self, "bits") else self.bits,
             group_size=None if unavailable_reason(self, "group_size") else self.group_size,
+            rounding_steps=None if self.is_learned or unavailable_reason(self, "is_learned") else 0,
             calibrate=calibration != "nothing",
         )
 
@@ -133,6 +138,10 @@ def unavailable_reason(form: QuantizeForm, field: str) -> str:
             return f"{form.method}: always 8"
         case "group_size" if form.method in ("fp8", "smoothquant"):
             return f"{form.method}: one scale per row"
+        case "is_learned" if form.method not in LEARNING_METHODS:
+            return f"for {' and '.join(LEARNING_METHODS)}"
+        case "is_learned" if not default_rounding_steps(_rounding_method(form), form.bits):
+            return f"{form.method} with {form.bits} bits: plain"
         case "text" if not form.needs_calibration:
             return "no calibration"
     return ""
@@ -147,9 +156,13 @@ def invalid_value_reason(form: QuantizeForm, field: str, value: object) -> str:
     if field == "gguf_calibration" and value == "gptq" and form.gguf not in GPTQ_TYPES:
         return f"GPTQ cannot choose the codes of {form.gguf}"
     if field == "bits" and not form.is_gguf:
-        method = next(name for name in METHODS if name == form.method)
-        return "" if value in supported_bits(method) else f"{method} cannot"
+        return "" if value in supported_bits(_rounding_method(form)) else f"{form.method} cannot"
     return ""
+
+
+def _rounding_method(form: QuantizeForm) -> QuantizeMethod:
+    """The method of a form that makes no GGUF file."""
+    return next(name for name in METHODS if name == form.method)
 
 
 def method_option(form: QuantizeForm) -> str:

@@ -36,6 +36,7 @@ _LABELS = {
     "gguf_calibration": "Calibrate",
     "bits": "Bits",
     "group_size": "Group",
+    "is_learned": "Rounding",
     "text": "Text",
     "is_measured": "Measure",
     "out": "Result",
@@ -45,6 +46,7 @@ _OPTIONS: dict[str, list[tuple[object, str]]] = {
     "gguf_calibration": list(zip(GGUF_CALIBRATIONS, _CALIBRATION_LABELS, strict=True)),
     "bits": [(bits, str(bits)) for bits in BITS],
     "group_size": [(value, label) for value, label in _GROUP_SIZE_OPTIONS],
+    "is_learned": [(True, "learned"), (False, "plain")],
     "is_measured": [(True, "yes"), (False, "no")],
 }
 # fields whose value is chosen in a picker dialog
