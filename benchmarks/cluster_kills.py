@@ -2,8 +2,8 @@
 
 Streams run all the time while one process after another is killed: a replica's server, its actor,
 the gateway, the controller of Ray Serve, the raylet, the head. The number of streams changes, so
-that replicas come and go meanwhile. Needs localgen[cluster]: run it with the Python of
-.venv/cluster.
+that replicas come and go meanwhile: every second round kills each of them just when one does.
+Needs localgen[cluster]: run it with the Python of .venv/cluster.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ _WATCH_S = 6.0
 # an answer after so long has waited for a process that was killed
 _SLOW_S = 1.0
 _BETWEEN_KILLS_S = 3.0
+# a replica starts or leaves within this time, if all works
+_SCALING_S = 3 * _PHASE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +147,23 @@ def kill(cluster: Cluster, victim: str) -> float:
         time.sleep(_PROBE_PERIOD_S)
 
 
+def wait_for_scaling(cluster: Cluster) -> bool:
+    """Wait until a replica starts or leaves; returns False if none does in time."""
+    deadline_s = time.monotonic() + _SCALING_S
+    count = cluster.num_replicas()
+    while time.monotonic() < deadline_s:
+        if cluster.num_replicas() != count:
+            return True
+        time.sleep(_PROBE_PERIOD_S)
+    return False
+
+
 @dataclass(slots=True)
 class Kills:
-    """Measurements by victim. error_s: from the kill to the end of a request that was running."""
+    """Measurements by victim and moment.
+
+    error_s: from the kill to the end of a request that was running.
+    """
 
     recovery_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     error_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -193,11 +209,13 @@ def run(cluster: Cluster, kills: int, victims: list[str]) -> tuple[Kills, set[ps
             for number, victim in zip(range(kills), itertools.cycle(victims), strict=False):
                 time.sleep(_BETWEEN_KILLS_S + number % 3)
                 seen |= set(cluster.family())
+                is_scaling = number // len(victims) % 2 == 1 and wait_for_scaling(cluster)
                 first = len(load.ended)
                 killed_s = kill(cluster, victim)
                 recovery_s = recovered_s(client, killed_s)
-                found.add(victim, killed_s, recovery_s, load.ended[first:])
-                print(f"{number + 1}: {victim}: {recovery_s:.1f} s", flush=True)
+                label = f"{victim}, while scaling" if is_scaling else victim
+                found.add(label, killed_s, recovery_s, load.ended[first:])
+                print(f"{number + 1}: {label}: {recovery_s:.1f} s", flush=True)
     finally:
         load.stop.set()
         for thread in threads:
