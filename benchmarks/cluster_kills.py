@@ -2,7 +2,7 @@
 
 Streams run all the time while one process after another is killed: a replica's server, its actor,
 the gateway, the controller of Ray Serve, the raylet, the head. The number of streams changes, so
-that replicas come and go meanwhile: every second round kills each of them just when one does.
+that replicas come and go meanwhile. Every second round waits with each kill until one starts.
 Needs localgen[cluster]: run it with the Python of .venv/cluster.
 """
 
@@ -47,8 +47,8 @@ _WATCH_S = 6.0
 # an answer after so long has waited for a process that was killed
 _SLOW_S = 1.0
 _BETWEEN_KILLS_S = 3.0
-# a replica starts or leaves within this time, if all works
-_SCALING_S = 3 * _PHASE_S
+# while all works, a replica starts within this time
+_SCALING_S = 4 * _PHASE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +147,19 @@ def kill(cluster: Cluster, victim: str) -> float:
         time.sleep(_PROBE_PERIOD_S)
 
 
-def wait_for_scaling(cluster: Cluster) -> bool:
-    """Wait until a replica starts or leaves; returns False if none does in time."""
-    deadline_s = time.monotonic() + _SCALING_S
-    count = cluster.num_replicas()
+def wait_for_start(cluster: Cluster) -> bool:
+    """Wait until a replica starts, other than in place of one that was killed; False if none does.
+
+    That is: their number grows after it has been the same for a while.
+    """
+    count, since_s = cluster.num_replicas(), time.monotonic()
+    deadline_s = since_s + _SCALING_S
     while time.monotonic() < deadline_s:
-        if cluster.num_replicas() != count:
+        last, count = count, cluster.num_replicas()
+        if count > last and time.monotonic() > since_s + _WATCH_S:
             return True
+        if count != last:
+            since_s = time.monotonic()
         time.sleep(_PROBE_PERIOD_S)
     return False
 
@@ -209,11 +215,11 @@ def run(cluster: Cluster, kills: int, victims: list[str]) -> tuple[Kills, set[ps
             for number, victim in zip(range(kills), itertools.cycle(victims), strict=False):
                 time.sleep(_BETWEEN_KILLS_S + number % 3)
                 seen |= set(cluster.family())
-                is_scaling = number // len(victims) % 2 == 1 and wait_for_scaling(cluster)
+                is_start = number // len(victims) % 2 == 1 and wait_for_start(cluster)
                 first = len(load.ended)
                 killed_s = kill(cluster, victim)
                 recovery_s = recovered_s(client, killed_s)
-                label = f"{victim}, while scaling" if is_scaling else victim
+                label = f"{victim}, while a replica starts" if is_start else victim
                 found.add(label, killed_s, recovery_s, load.ended[first:])
                 print(f"{number + 1}: {label}: {recovery_s:.1f} s", flush=True)
     finally:

@@ -206,24 +206,20 @@ def test_a_replica_holds_what_it_reports_and_what_it_was_just_sent() -> None:
     assert set(table._owners) == set(old)
 
 
-def test_what_a_replica_was_just_sent_may_not_be_computed_yet() -> None:
+def test_where_a_replica_fetches_chunks_is_known_until_it_has_them() -> None:
     table = PrefixTable()
-    old, new = [b"o", b"oo"], [b"o", b"n", b"nn"]
-    table.add(old, "a", 0.0)
-    assert table.computed_chunks(old, "a", 1.0) == 0
-    assert table.computed_chunks(old, "b", 1.0) == 2, "it was sent nothing"
-    table.report(old, "a", 2.0)
-    assert table.computed_chunks(old, "a", 2.0) == 2
-    table.add(new, "a", 3.0)
-    assert table.computed_chunks(new, "a", 3.0) == 1
-    table.add(new, "a", 4.0)
-    assert table.computed_chunks(new, "a", 4.0) == 1, "the first one may still wait"
-    # a replica that reports nothing is taken to keep all
-    assert table.computed_chunks(new, "a", 4.0 + ROUTED_S) == 3
-    table.add([b"x"], "a", 5.0 + ROUTED_S)
-    assert list(table._awaited_s["a"]) == [b"x"], "the old ones are forgotten"
+    table.fetch([b"o", b"oo"], "a", "b", 0.0)
+    table.fetch([b"n"], "a", "c", 1.0)
+    assert table.source([b"o", b"oo", b"ooo"], "a", 2.0) == "b"
+    assert table.source([b"n"], "a", 2.0) == "c"
+    assert table.source([b"o"], "b", 2.0) == "", "it has them"
+    table.report([b"n"], "a", 3.0)
+    assert table.source([b"n"], "a", 3.0) == ""
+    assert table.source([b"o"], "a", ROUTED_S + 1) == "", "it was not fetched, or is not reported"
+    table.fetch([b"x"], "a", "b", ROUTED_S + 1)
+    assert list(table._fetches["a"]) == [b"x"]
     table.drop("a")
-    assert not table._awaited_s
+    assert not table._fetches
 
 
 def test_a_new_gateway_learns_from_reports_what_the_others_know() -> None:

@@ -37,11 +37,14 @@ def test_all_requests_with_a_prompt_that_is_fetched_are_told_where_it_is() -> No
         ranked = asyncio.run(router.choose_replicas(replicas, pending))
         return routed.choice(ranked[0][0].replica_id.unique_id, "http://replica")
 
-    first, *rest = (route() for _ in range(6))
-    assert not first.kv_peer, "nobody else has it"
-    others = [each for each in rest if each.replica != first.replica]
-    assert len(others) > 1, "the second of them may arrive before the first"
-    assert {each.kv_peer for each in others} == {f"{first.replica}:1"}
+    routed = [route() for _ in range(6)]
+    first = routed[0].replica
+    told = [each.kv_peer for each in routed if each.replica != first]
+    assert len(told) > 1, "the second of them may arrive before the first"
+    assert set(told) == {f"{first}:1"}
+    kept = [each.kv_peer for each in routed if each.replica == first]
+    assert len(kept) > 2
+    assert not any(kept), "it has computed the prompt itself"
 
 
 def test_the_table_has_room_for_the_reports_of_all_replicas(

@@ -48,25 +48,24 @@ def test_replicas_without_a_model_get_no_request_before_the_others_are_full(
 
 
 @pytest.mark.parametrize(
-    ("own", "computed", "other", "kv_peer", "new_chunks"),
+    ("own", "other", "source", "kv_peer", "new_chunks"),
     [
-        (0, 0, MIN_FETCH_CHUNKS, "b:1", 9 - MIN_FETCH_CHUNKS),
-        (3, 3, 3 + MIN_FETCH_CHUNKS - 1, "", 6),
-        (9, 9, 0, "", 0),
-        (0, 0, 0, "", 9),
-        (9, 9, 9, "", 0),
-        # it was sent the prompt just now, and may get this request before that one
-        (9, 1, 8, "b:1", 0),
-        (7, 1, 8, "b:1", 1),
+        (0, MIN_FETCH_CHUNKS, "", "b:1", 9 - MIN_FETCH_CHUNKS),
+        (3, 3 + MIN_FETCH_CHUNKS - 1, "", "", 6),
+        (9, 0, "", "", 0),
+        (0, 0, "", "", 9),
+        # it fetches the prompt for another request, and may get this one before that
+        (9, 9, "b", "b:1", 0),
+        (7, 8, "b", "b:1", 2),
     ],
 )
 def test_a_prefix_is_fetched_from_where_much_more_of_it_lies(
-    own: int, computed: int, other: int, kv_peer: str, new_chunks: int
+    own: int, other: int, source: str, kv_peer: str, new_chunks: int
 ) -> None:
     route = RoutedRequest(
         CHUNKS,
         cached={"a": own, "b": other},
-        computed={"a": computed},
+        sources={"a": source},
         kv_addresses={"a": "a:1", "b": "b:1"},
     )
     choice = route.choice("a", "http://a")

@@ -72,8 +72,8 @@ def test_every_message_speaks_of_the_screen() -> None:
          "64 or 32"),
         (
             "4 GB are too much: --rounding-steps 0 needs less, or a smaller --seq-len",
-            "4 GB are too much: plain Rounding needs less, or localgen quantize with a smaller "
-            "--seq-len",
+            "4 GB are too much: Rounding set to plain needs less, or localgen quantize with a "
+            "smaller --seq-len",
         ),
         ("--out x: there is no folder /y", "Result x: there is no folder /y"),
         ("a model called my--out", "a model called my--out"),

@@ -265,7 +265,9 @@ class EndpointErrors(ServerErrors):
                 f"{self.name} requires an API key ({status}): "
                 "--api-key-env names the variable that holds it"
             )
-        return f"{self.name} rejects the API key in {key_env} ({status})"
+        return (
+            f"{self.name} rejects the API key in {key_env} ({status}): set {key_env} to a valid one"
+        )
 
     def _not_found_error(
         self, response: ErrorResponse, detail: str, sent: SentRequest

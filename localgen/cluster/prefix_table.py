@@ -70,8 +70,8 @@ class PrefixTable:
         self._owners: OrderedDict[bytes, dict[str, None]] = OrderedDict()
         # of each replica: when it was sent a chunk
         self._routed_s: dict[str, dict[bytes, float]] = {}
-        # and when it was first sent one that it has not reported since, oldest first
-        self._awaited_s: dict[str, dict[bytes, float]] = {}
+        # of each replica: chunks that it was told to fetch, since when, and from which other
+        self._fetches: dict[str, dict[bytes, tuple[float, str]]] = {}
         self._max_chunks = max_chunks
         self._orders: OrderedDict[bytes, list[str]] = OrderedDict()  # of _voters, by first chunk
         self._voters: Set[str] = frozenset()
@@ -83,16 +83,23 @@ class PrefixTable:
     def add(self, chunks: Sequence[bytes], replica: str, now_s: float = 0.0) -> None:
         """Note that a replica computes these chunks: hashes that include all that is before."""
         routed_s = self._routed_s.setdefault(replica, {})
-        awaited_s = self._awaited_s.setdefault(replica, {})
-        while awaited_s and now_s - next(iter(awaited_s.values())) > ROUTED_S:
-            del awaited_s[next(iter(awaited_s))]
         for chunk in reversed(chunks):  # the first is the newest: without it, the others are lost
-            if chunk not in routed_s:
-                awaited_s[chunk] = now_s
             self._owners.setdefault(chunk, {})[replica] = None
             self._owners.move_to_end(chunk)
             routed_s[chunk] = now_s
         self._shrink()
+
+    def fetch(self, chunks: Sequence[bytes], replica: str, source: str, now_s: float) -> None:
+        """Note that a replica is told to fetch these chunks from another."""
+        old = self._fetches.get(replica, {}).items()
+        kept = {chunk: fetch for chunk, fetch in old if now_s - fetch[0] <= ROUTED_S}
+        self._fetches[replica] = kept | dict.fromkeys(chunks, (now_s, source))
+
+    def source(self, chunks: Sequence[bytes], replica: str, now_s: float) -> str:
+        """The replica from which this one may be fetching chunks now, or empty."""
+        fetches = self._fetches.get(replica, {})
+        found = (fetches[chunk] for chunk in chunks if chunk in fetches)
+        return next((source for since_s, source in found if now_s - since_s <= ROUTED_S), "")
 
     def report(self, held: Sequence[bytes], replica: str, now_s: float) -> None:
         """Note all that a replica holds, each chunk after those before it in its prompt.
@@ -102,9 +109,9 @@ class PrefixTable:
         """
         routed_s = self._routed_s.setdefault(replica, {})
         reported = frozenset(held)
-        awaited_s = self._awaited_s.get(replica, {})
-        for chunk in awaited_s.keys() & reported:
-            del awaited_s[chunk]
+        fetches = self._fetches.get(replica, {})
+        for chunk in fetches.keys() & reported:
+            del fetches[chunk]
         for chunk in routed_s.keys() - reported:
             if now_s - routed_s[chunk] > ROUTED_S:
                 del routed_s[chunk]
@@ -126,7 +133,7 @@ class PrefixTable:
         if replica in self._voters:
             self._voters -= {replica}
             self._orders.clear()
-        self._awaited_s.pop(replica, None)
+        self._fetches.pop(replica, None)
         for chunk in self._routed_s.pop(replica, ()):
             self._forget(chunk, replica)
 
@@ -151,15 +158,6 @@ class PrefixTable:
             if not having:
                 return found
         return found | dict.fromkeys(having, len(chunks))
-
-    def computed_chunks(self, chunks: Sequence[bytes], replica: str, now_s: float) -> int:
-        """The number of first chunks of a replica's that it may not be computing just now.
-
-        chunks: that it holds by cached_chunks().
-        """
-        awaited_s = self._awaited_s.get(replica, {})
-        awaited = (now_s - awaited_s.get(chunk, -math.inf) <= ROUTED_S for chunk in chunks)
-        return next((count for count, each in enumerate(awaited) if each), len(chunks))
 
     def rank(self, chunks: Sequence[bytes], loads: Mapping[str, int], spill: int) -> list[str]:
         """The replicas, best first.

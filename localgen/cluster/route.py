@@ -64,8 +64,9 @@ class RoutedRequest:
     chunks: of its prompt. model: its name, or empty for the one that all have. wanted: the replica
     that must answer, or None. gone: those that do not answer. in_flight: counts it from the moment
     it is routed, so that those which come at once are spread. cached: chunks that each replica has
-    or was sent. computed: those of the chosen one that it was not sent just now. kv_addresses: of
-    the model in each replica. assigned: the replica that it counts for, until it has ended.
+    or was sent. sources: of a replica that may be fetching the prompt already, the one that it does
+    so from. kv_addresses: of the model in each replica. assigned: the replica that it counts for,
+    until it has ended.
     """
 
     chunks: tuple[bytes, ...] = ()
@@ -74,7 +75,7 @@ class RoutedRequest:
     gone: frozenset[str] = frozenset()
     in_flight: InFlight = field(default_factory=InFlight)
     cached: Mapping[str, int] = field(default_factory=dict)
-    computed: Mapping[str, int] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
     kv_addresses: Mapping[str, str] = field(default_factory=dict)
     assigned: str | None = None
     has_ended: bool = False
@@ -98,18 +99,22 @@ class RoutedRequest:
             self.in_flight.counts[replica] += 1
         self.assigned = replica
 
-    def choice(self, replica: str, url: str) -> Choice:
-        """The replica that was chosen, and which other has more of the prompt, if that is much.
+    def best_source(self, replica: str) -> tuple[str, int]:
+        """Which other replica has much more of the prompt, or empty, and how many chunks."""
+        best = max(self.cached, key=self.cached.__getitem__, default=replica)
+        most = self.cached.get(best, 0)
+        is_much = most - self.cached.get(replica, 0) >= MIN_FETCH_CHUNKS
+        return (best, most) if is_much else ("", 0)
 
-        All requests with a prompt that the replica is to fetch are told where, as they may arrive
-        in another order than they were routed in.
+    def choice(self, replica: str, url: str) -> Choice:
+        """The replica that was chosen, and from which other it fetches the prompt, if any.
+
+        All requests with a prompt that it fetches are told so, as they may arrive in another order
+        than they were routed in.
         """
-        own = self.cached.get(replica, 0)
-        others = {name: count for name, count in self.cached.items() if name != replica}
-        best = max(others, key=others.__getitem__, default="")
-        more = others.get(best, 0) - self.computed.get(replica, own)
-        kv_peer = self.kv_addresses.get(best, "") if more >= MIN_FETCH_CHUNKS else ""
-        has = max(own, others[best]) if kv_peer else own
+        best, most = self.best_source(replica)
+        kv_peer = self.kv_addresses.get(best or self.sources.get(replica, ""), "")
+        has = max(self.cached.get(replica, 0), most if kv_peer else 0)
         kv_address = self.kv_addresses.get(replica, "")
         return Choice(replica, url, kv_address, kv_peer, len(self.chunks) - has)
 

@@ -45,8 +45,10 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         names = self._rank(route, by_id)
         names.sort(key=route.gone.__contains__)  # they may answer again
         now_s = time.monotonic()
-        own = route.chunks[: route.cached.get(names[0], 0)]
-        route.computed = {names[0]: self._prefixes.computed_chunks(own, names[0], now_s)}
+        source, count = route.best_source(names[0])
+        if source:
+            self._prefixes.fetch(route.chunks[:count], names[0], source, now_s)
+        route.sources = {names[0]: self._prefixes.source(route.chunks, names[0], now_s)}
         self._prefixes.add(route.chunks, names[0], now_s)
         route.assign(names[0])
         if route.model:

@@ -43,9 +43,9 @@ class QuantizeForm:
     """method: one of METHOD_CHOICES. gguf: the file type if the method is GGUF, or `auto` with its
     target, as for parse_gguf_choice.
 
-    is_learned: the rounding, where that is the default. text: path of the calibration text; empty
-    for localgen's own. out: output path; empty for the default. Values that do not apply to a
-    method are kept for the next method.
+    is_learned: learned rounding, where that is the method's default; else plain. text: path of the
+    calibration text; empty for localgen's own. out: output path; empty for the default. Values that
+    do not apply to a method are kept for the next method.
     """
 
     model: str = BUILT_IN_MODEL
@@ -140,7 +140,7 @@ def unavailable_reason(form: QuantizeForm, field: str) -> str:
             return f"{form.method}: one scale per row"
         case "is_learned" if form.method not in LEARNING_METHODS:
             return f"for {' and '.join(LEARNING_METHODS)}"
-        case "is_learned" if not default_rounding_steps(_rounding_method(form), form.bits):
+        case "is_learned" if not default_rounding_steps(_folder_method(form), form.bits):
             return f"{form.method} with {form.bits} bits: plain"
         case "text" if not form.needs_calibration:
             return "no calibration"
@@ -156,12 +156,12 @@ def invalid_value_reason(form: QuantizeForm, field: str, value: object) -> str:
     if field == "gguf_calibration" and value == "gptq" and form.gguf not in GPTQ_TYPES:
         return f"GPTQ cannot choose the codes of {form.gguf}"
     if field == "bits" and not form.is_gguf:
-        return "" if value in supported_bits(_rounding_method(form)) else f"{form.method} cannot"
+        return "" if value in supported_bits(_folder_method(form)) else f"{form.method} cannot"
     return ""
 
 
-def _rounding_method(form: QuantizeForm) -> QuantizeMethod:
-    """The method of a form that makes no GGUF file."""
+def _folder_method(form: QuantizeForm) -> QuantizeMethod:
+    """The method of a form whose result is a folder, no GGUF file."""
     return next(name for name in METHODS if name == form.method)
 
 

@@ -33,7 +33,7 @@ _CLI_TO_TUI = (
     ("use --group-size ", "use groups of "),
     ("use --fp8", "use fp8"),
     ("--rtn or --fp8 need less", "rtn or fp8 need less"),
-    ("--rounding-steps 0", "plain Rounding"),
+    ("--rounding-steps 0", "Rounding set to plain"),
     ("--target-size", "auto SIZE"),
     ("--target-bpw", "auto BITS bits"),
     ("--target-kl", "auto KL"),
