@@ -17,6 +17,8 @@ from localgen.machine.step_times import StepTimes
 from localgen.placement.footprint import RunnerKind, estimate_footprint, loaded_weight_bytes
 from localgen.quant.request.events import MethodEstimate
 
+# llama.cpp's type of head and embedding is Q6_K where that of the others is smaller
+_MIN_OTHER_GGUF_BITS = 6.56
 # bits per weight of the linears, with scales and zero points
 _BITS_PER_WEIGHT_G128 = {4: 4.16, 3: 3.15, 8: 8.19}
 
@@ -35,6 +37,11 @@ class MethodPreset:
     def gguf_type(self) -> str:
         """Type of the GGUF file; empty if it is none."""
         return self.option.partition("--gguf ")[2]
+
+    def num_bytes(self, linear: int, other: int) -> int:
+        """Size of the result, of a model with so many weights in linears, and in other tensors."""
+        other_bits = max(self.bits_per_weight, _MIN_OTHER_GGUF_BITS) if self.gguf_type else 16
+        return round((linear * self.bits_per_weight + other * other_bits) / 8)
 
 
 # usually smallest loss first
@@ -92,7 +99,7 @@ def _estimates(
     times: StepTimes | None,
 ) -> Iterator[MethodEstimate]:
     for preset in _PRESETS:
-        size = round(linear * preset.bits_per_weight / 8) + 2 * other
+        size = preset.num_bytes(linear, other)
         need, place = _memory_and_place(preset, shape, size, 2 * (linear + other), available)
         rates = times.rates(preset.gguf_type, size) if times and place == "CPU" else None
         yield MethodEstimate(preset.option, size, need, place, preset.trade, rates)

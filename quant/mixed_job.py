@@ -42,6 +42,7 @@ from localgen.quant.request.events import (
     MixtureEvent,
     NoteEvent,
     OnEvent,
+    ProgressEvent,
     QuantizeEvent,
     StoppedEvent,
 )
@@ -135,10 +136,14 @@ class MixedGgufJob:
         return f", codes by gptq{describe_learning(self.calibration.prepared.recipe)}"
 
     def _report_time(self, on_event: OnEvent) -> None:
-        self._estimated_s = self._probes.estimate_s()
+        done, total = self._probes.num_done, self._probes.num_groups
+        on_event(ProgressEvent("timing a group", 0, 1, "steps"))
+        self._estimated_s = self._probes.estimate_s() * (total - done) / total
+        on_event(ProgressEvent("timing a group", 1, 1, "steps"))
+        groups = f"the other {total - done} of {total}" if done else str(total)
         on_event(
             NoteEvent(
-                f"measuring {self._probes.num_groups} groups of tensors on "
+                f"measuring {groups} groups of tensors on "
                 f"{self._probes.num_probe_tokens:,} tokens takes about "
                 f"{format_elapsed(self._estimated_s)}, after the importance matrix"
                 + (" and before GPTQ" if self._by_gptq else "")
@@ -287,7 +292,9 @@ class MixedGgufJob:
         if self.calibration.work_folder.num_done_layers < self.calibration.num_layers:
             return None
         groups = self._probes.num_done, self._probes.num_groups
-        return self._stopped or StoppedEvent(*groups, "groups of tensors")
+        if self._stopped is not None and self._stopped.can_resume:
+            return self._stopped
+        return StoppedEvent(*groups, "groups of tensors")
 
 
 def prepare_mixed_job(

@@ -27,6 +27,7 @@ from localgen.quant.preflight import prepare_quantization
 from localgen.quant.report import verdict_markdown
 from localgen.quant.request.events import (
     EvalEvent,
+    NoteEvent,
     OnEvent,
     RecommendationEvent,
 )
@@ -41,6 +42,9 @@ def run_quantization(request: QuantizeRequest, on_event: OnEvent) -> None:
     job = _prepare_job(request, name, folder, device, on_event)
     if request.eval_set is not None:
         eval_windows(folder, request.eval_set)  # raises before hours of work
+    layerwise = _layerwise_job(job)
+    if request.resume and (layerwise is None or not layerwise.work_folder.num_done_layers):
+        on_event(NoteEvent("there is no finished layer to resume from: all is done anew"))
     finished = job.run(on_event, resume=request.resume)
     on_event(finished)
     out = Path(finished.path)
@@ -67,7 +71,7 @@ def dry_run_quantization(request: QuantizeRequest, on_event: OnEvent) -> None:
     name, folder = resolve_original(request.model)
     _report_recommendation(folder, on_event)
     job = _prepare_job(replace(request, resume=True), name, folder, device, on_event)
-    layerwise = job if isinstance(job, QuantizeJob) else job.calibration
+    layerwise = _layerwise_job(job)
     if layerwise is not None:
         layerwise.report_unfinished(on_event)
 
@@ -103,6 +107,11 @@ def _prepare_job(
     job.check_disk_space(resume=request.resume)
     job.report_estimate(on_event)
     return job
+
+
+def _layerwise_job(job: QuantizeJob | GgufJob | MixedGgufJob) -> QuantizeJob | None:
+    """What can be resumed, or None."""
+    return job if isinstance(job, QuantizeJob) else job.calibration
 
 
 def _measure(

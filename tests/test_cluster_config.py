@@ -67,6 +67,10 @@ def test_load_options(tmp_path: Path) -> None:
             "max_replicas = 4\nmin_replicas = 3",
             "from min_replicas (3) to max_replicas (4)",
         ),
+        (
+            "max_replicas = 2\nmin_replicas = 3",
+            "min_replicas (3) is more than max_replicas (2)",
+        ),
         ("min_replicas = 0", "min_replicas is for a number that changes: set max_replicas"),
         ("max_replicas = 2\nttft_slo_ms = 0", "ttft_slo_ms must be 1 to"),
         ('command = "vllm serve m"', "command must say where to listen: --host {host} --port"),

@@ -190,6 +190,7 @@ def test_show_a_file(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> No
     assert (found["architecture"], found["quantization"]) == ("llama", "F16")
     assert (found["params"], found["vocab"], found["context"]) == (5_770_496, 4096, 2048)
     assert found["sampling"] == {"temp": 0.0}
+    assert (found["bits_per_weight"], found["tensor_types"]) == (16.01, ["F16", "F32"])
     assert run_command_line(["show", TINY, "--template"]) == 0
     assert capsys.readouterr().out == found["chat_template"] + "\n"
     assert run_command_line(["show", TINY]) == 0
@@ -208,6 +209,7 @@ def test_show_a_folder(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> 
     assert found["architecture"] == "LlamaForCausalLM"
     assert (found["context"], found["vocab"], found["quantization"]) == (2048, 4096, "bfloat16")
     assert "im_start" in found["chat_template"]
+    assert "bits_per_weight" not in found
 
 
 def test_show_what_is_not_here(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:

@@ -258,6 +258,8 @@ def test_run_that_was_stopped_in_gptq_goes_on(
     run(again, seen.append, resume=True)
     steps = [one for one in seen if isinstance(one, ProgressEvent) and one.step == "quantizing"]
     assert steps[0].done == 1
+    measured = next(one for one in seen if isinstance(one, NoteEvent))
+    assert measured.text.startswith("measuring the other 0 of ")
     assert again.read_bytes() == whole.read_bytes()
     assert not (tmp_path / "again.gguf.partial").exists()
 

@@ -116,6 +116,9 @@ def test_impossible_placements_are_rejected_with_a_reason(
 def test_the_cuda_backend_on_the_cpu_needs_no_gpu() -> None:
     found = choose_placement(FOLDER, LoadOptions(backend="cuda", device="cpu"), NOTHING, NEED)
     assert (found.backend, found.gpu) == ("cuda", None)
+    without_nvml = replace(NOTHING, missing_packages=("nvidia-ml-py",))
+    on_cpu = LoadOptions(backend="cuda", device="cpu")
+    assert choose_placement(FOLDER, on_cpu, without_nvml, NEED).backend == "cuda"
     assert (
         choose_placement(FOLDER, LoadOptions(tp=2, device="cpu"), NOTHING, NEED).backend == "cuda"
     )

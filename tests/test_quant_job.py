@@ -214,6 +214,29 @@ def test_resume_with_another_recipe_is_rejected(tmp_path: Path) -> None:
     refused(InvalidRequest, lambda: run(GPTQ, out), "already exists")
 
 
+def test_a_run_without_a_finished_layer_blocks_nothing(
+    uninterrupted: Callable[[Recipe], Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    stopped_at(GPTQ, out, 0)
+    assert (tmp_path / "out.partial" / "plan.json").is_file()
+    found: list[QuantizeEvent] = []
+    job(GPTQ, out).report_unfinished(found.append)
+    assert not found
+    run(RTN, out)
+    assert files(out) == files(uninterrupted(RTN))
+
+
+def test_resume_with_another_text_names_what_differs(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    stopped_at(GPTQ, out, 2)
+    manifest = tmp_path / "out.partial" / "plan.json"
+    plan = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(plan | {"calibration": "0" * 64}))
+    wanted = "was started with another calibration text, --samples or --seq-len: use the same"
+    refused(InvalidRequest, lambda: run(GPTQ, out, resume=True), wanted)
+
+
 def test_resume_with_another_model_is_rejected(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     stopped_at(RTN, out, 2)
@@ -223,7 +246,7 @@ def test_resume_with_another_model_is_rejected(model: Path, tmp_path: Path) -> N
     refused(
         InvalidRequest,
         lambda: job(RTN, out, folder=model).run(lambda _: None, resume=True),
-        "another model checksum",
+        "another version of the model",
     )
 
 

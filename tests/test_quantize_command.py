@@ -27,6 +27,7 @@ from localgen.machine.python_process import python_command, python_environment
 from localgen.machine.step_times import StepTimes
 from localgen.quant import compare, originals
 from localgen.quant.advice import best_method, estimate_methods
+from localgen.quant.job import QuantizeJob
 from localgen.quant.request.step_eta import StepEta
 
 INVALID = errors.EXIT_STATUS_BY_CODE["invalid_request"]
@@ -254,7 +255,23 @@ def test_run_interrupted_twice_is_resumed(
     os.kill(child.pid, signal.SIGKILL)
     child.communicate(timeout=60)
     assert run_command_line([*GPTQ, "--resume"]) == 0
+    assert "to resume from" not in capsys.readouterr().err
     assert _files(tmp_path / "tiny-gptq-4bit") == _files(whole[0])
+
+
+def test_a_run_stopped_before_its_first_layer_is_started_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(QuantizeJob, "_process_layer", stop)
+        assert run_command_line([*GPTQ, "--no-eval"]) == errors.INTERRUPTED
+    assert "stopped before the first layer was done" in capsys.readouterr().err
+    quick = ["quantize", "tiny", "--rtn", "--out", "tiny-gptq-4bit", "--no-eval"]
+    assert run_command_line([*quick, "--resume"]) == 0
+    assert "there is no finished layer to resume from" in capsys.readouterr().err
 
 
 def _files(folder: Path) -> dict[str, bytes]:

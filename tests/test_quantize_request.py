@@ -65,6 +65,12 @@ EVENTS: tuple[QuantizeEvent | FailedEvent, ...] = (
 )
 
 
+def test_what_is_finished_can_be_resumed() -> None:
+    assert StoppedEvent(1, 6).can_resume
+    assert not StoppedEvent(0, 6).can_resume
+    assert StoppedEvent(0, 37, "groups of tensors").can_resume, "all layers are done before"
+
+
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
 def test_events_survive_encoding(event: QuantizeEvent | FailedEvent) -> None:
     assert EVENT_CODEC.decode(EVENT_CODEC.encode(event)) == event

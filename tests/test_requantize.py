@@ -22,6 +22,8 @@ from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
 from localgen.backends.formats.hf.tensor_names import expected_shapes
 from localgen.backends.messages import start_process
+from localgen.hub.quant_choice import AvailableMemory
+from localgen.quant.advice import estimate_methods
 from localgen.quant.gguf import requantize
 from localgen.quant.gguf.convert import convert_to_gguf
 from localgen.quant.gguf.imatrix import ImatrixSource, read_imatrix, write_imatrix
@@ -169,6 +171,10 @@ def test_the_estimate_is_about_right(name: str, tmp_path: Path) -> None:
     make_gguf(TINY, tmp_path / "model.gguf", name)
     real = (tmp_path / "model.gguf").stat().st_size
     assert 0.8 < estimate_gguf_bytes(read_hf_config(TINY), name) / real < 1.25
+    advised = estimate_methods(TINY, AvailableMemory(ram_bytes=8 << 30))
+    for one in advised:
+        if one.option.endswith(f"--gguf {name}"):
+            assert 0.92 < one.size_bytes / real < 1.03  # without the header, of 170 KB
 
 
 # ---- mixtures of experts

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 from textual.widgets import Static
-from tui_quantize import Quantizing, play
+from tui_quantize import Quantizing, play, wait_until_estimated
 
 from localgen.backends.errors import LoadFailed
 from localgen.tui.base_app import KeyHelp
@@ -33,6 +33,21 @@ def test_quantize_opens_by_command_and_shows_help(tmp_path: Path) -> None:
         await pilot.pause(0.5)
         await pilot.press("enter")
         await tui.until(lambda: isinstance(tui.app.screen, QuantizeScreen))
+
+    play(Quantizing(tmp_path), scene)
+
+
+def test_what_was_chosen_is_there_when_the_screen_is_opened_again(tmp_path: Path) -> None:
+    async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
+        tui.screen._form_panel.set_values(method="gptq", bits=3, out="mine")
+        await wait_until_estimated(tui, pilot, 2)
+        chosen = tui.screen._form_panel.form
+        await pilot.press("escape")
+        await tui.until(lambda: tui.main.is_shown)
+        await pilot.press("f10")
+        await tui.until(lambda: isinstance(tui.app.screen, QuantizeScreen))
+        await wait_until_estimated(tui, pilot, 3)
+        assert tui.screen._form_panel.form == chosen
 
     play(Quantizing(tmp_path), scene)
 

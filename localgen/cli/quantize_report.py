@@ -213,11 +213,13 @@ class QuantizePrinter:
             case MixtureEvent():
                 self._mixture = event
                 _print_mixture(event)
-            case StoppedEvent(done, total, unit):
+            case StoppedEvent(done, total, unit) if event.can_resume:
                 tables.print_notice(
                     f"stopped after {done} of {total} {unit}: "
                     "run the same command with --resume to continue"
                 )
+            case StoppedEvent():
+                tables.print_notice("stopped before the first layer was done: nothing is kept")
             case EvalEvent():
                 self._print_verdict(event)
 

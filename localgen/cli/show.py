@@ -74,8 +74,9 @@ def _local_facts(file: ModelFile) -> dict[str, Any]:
 
     found = asdict(read_metadata(file))
     entry = catalog_entry_of(file)
-    if found["note"] is None:
-        del found["note"]
+    for name in ("bits_per_weight", "tensor_types", "note"):
+        if found[name] is None:
+            del found[name]
     known = {"name": file.name, "path": str(file.path), "size_bytes": file.size_bytes}
     known |= {"files": max(1, len(file.shards)), "source": file.source}
     if entry is not None:

@@ -139,6 +139,11 @@ class ClusterConfig:
             return
         _require_count("max_replicas", self.max_replicas, 1, MAX_REPLICAS)
         _require_count("min_replicas", self.min_replicas, 0, MAX_REPLICAS)
+        if self.min_replicas > self.max_replicas:
+            raise BadSetting(
+                f"min_replicas ({self.min_replicas}) is more than max_replicas "
+                f"({self.max_replicas})"
+            )
         if not self.min_replicas <= self.replicas <= self.max_replicas:
             raise BadSetting(
                 f"replicas, those at the start, are {self.replicas}: give a number from "

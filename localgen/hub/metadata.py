@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +16,9 @@ from localgen.backends.formats.gguf.reader import GgufReader
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.folder import read_chat_template, read_optional_json
 from localgen.backends.formats.model_files import ModelFile, stem_of
+from localgen.backends.formats.weight_sizes import folder_quantization
 from localgen.backends.sampling_params import SAMPLERS, SamplingParams
+from localgen.backends.units import format_count
 from localgen.hub.catalog import CatalogEntry, entry_by_repo
 from localgen.hub.packaged import packaged_sampling
 from localgen.hub.quants import quant_of
@@ -26,13 +29,18 @@ _SAMPLING = (*(sampler.hf_key for sampler in SAMPLERS if sampler.hf_key), "do_sa
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """Fields are None if unknown. sampling: the model's sampling defaults by original name. note:
-    what llama.cpp computes differently."""
+    """Fields are None if unknown.
+
+    bits_per_weight, tensor_types: of a GGUF file; the types with most weights come first. sampling:
+    the model's sampling defaults by original name. note: what llama.cpp computes differently.
+    """
 
     architecture: str | None = None
     title: str | None = None
     params: int | None = None
     quantization: str | None = None
+    bits_per_weight: float | None = None
+    tensor_types: list[str] | None = None
     context: int | None = None
     layers: int | None = None
     hidden: int | None = None
@@ -65,12 +73,18 @@ def _from_gguf(file: ModelFile) -> ModelMetadata:
     others = [GgufReader(path) for path in file.shards[1:]]
     tensors = [tensor for part in (reader, *others) for tensor in part.tensors]
     embedding = next((t for t in tensors if t.name == "token_embd.weight"), None)
+    weights = Counter[str]()
+    for tensor in tensors:
+        weights[tensor.type_name] += tensor.num_elements
+    num_bits = 8 * sum(tensor.data.nbytes for tensor in tensors)
     return ModelMetadata(
         architecture=architecture,
         title=_text(reader, "general.name"),
-        params=sum(tensor.num_elements for tensor in tensors),
+        params=weights.total(),
         quantization=_file_type(_number(reader, "general.file_type"))
         or _quant_from_filename(stem_of(file.path)),
+        bits_per_weight=round(num_bits / weights.total(), 2) if tensors else None,
+        tensor_types=[name for name, _ in weights.most_common()],
         context=_number(reader, f"{architecture}.context_length"),
         layers=_number(reader, f"{architecture}.block_count"),
         hidden=_number(reader, f"{architecture}.embedding_length"),
@@ -116,7 +130,8 @@ def _from_folder(folder: Path) -> ModelMetadata:
     generation = read_optional_json(folder / "generation_config.json")
     return ModelMetadata(
         architecture=first if isinstance(first, str) else _text(config, "model_type"),
-        quantization=_text(_object(config, "quantization_config"), "quant_method")
+        quantization=_folder_quantization(folder)
+        or _text(_object(config, "quantization_config"), "quant_method")
         or _text(config, "dtype")
         or _text(config, "torch_dtype"),
         context=_number(text, "max_position_embeddings"),
@@ -127,6 +142,14 @@ def _from_folder(folder: Path) -> ModelMetadata:
         note=_gguf_note(folder),
         sampling={key: generation[key] for key in _SAMPLING if generation.get(key) is not None},
     )
+
+
+def _folder_quantization(folder: Path) -> str | None:
+    found = folder_quantization(folder)
+    if found is None:
+        return None
+    groups = "" if found.group_size is None else f" in groups of {found.group_size}"
+    return f"{found.method}, {format_count(found.bits, 'bit')}{groups}"
 
 
 def _gguf_note(folder: Path) -> str | None:

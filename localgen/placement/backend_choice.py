@@ -25,6 +25,8 @@ _CUDA_PACKAGES = {
     "tokenizers": "tokenizers",
     "pynvml": "nvidia-ml-py",
 }
+# without a GPU, nothing asks for its memory
+_GPU_PACKAGE = _CUDA_PACKAGES["pynvml"]
 INSTALL_COMMAND = "pip install 'localgen[cuda]'"
 
 
@@ -136,13 +138,14 @@ def choose_placement(
 
 
 def _place_on_cuda(options: LoadOptions, hardware: Hardware) -> Placement:
+    on_cpu = options.device == "cpu"
+    missing = [one for one in hardware.missing_packages if not (on_cpu and one == _GPU_PACKAGE)]
     # without a GPU, packages are not the reason
-    if hardware.missing_packages and (options.device == "cpu" or hardware.may_have_gpu):
+    if missing and (on_cpu or hardware.may_have_gpu):
         raise InvalidRequest(
-            f"the cuda backend needs {', '.join(hardware.missing_packages)}: {INSTALL_COMMAND}",
-            param="backend",
+            f"the cuda backend needs {', '.join(missing)}: {INSTALL_COMMAND}", param="backend"
         )
-    if options.device == "cpu":
+    if on_cpu:
         return Placement("cuda", "as requested")
     if hardware.cuda_unavailable_reason is not None:
         raise InvalidRequest(

@@ -13,10 +13,16 @@ from typing import Any
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.hf.folder import INDEX_FILE
+from localgen.backends.units import format_count
 from localgen.quant.files.layerwise_checkpoint import stored_tensors
 from localgen.quant.files.safetensors_writer import atomic_write
 
 _MANIFEST = "plan.json"
+# keys of the manifest whose values say nothing to people
+_DIGESTS = {
+    "calibration": "calibration text, --samples or --seq-len",
+    "model checksum": "version of the model",
+}
 
 
 def require_parent_folder(out: Path) -> None:
@@ -37,15 +43,17 @@ class WorkFolder:
     def opened(self, manifest: dict[str, Any], *, resume: bool) -> Iterator[None]:
         """Create the folder, or resume a run with the same manifest; other runs wait outside.
 
-        manifest: all that determines the result, a JSON object. Raises InvalidRequest if the
-        output exists, or an unfinished run that may not or cannot be resumed, or is running.
+        manifest: all that determines the result, a JSON object. A run without a finished layer is
+        only resumed if its manifest is the same, else replaced. Raises InvalidRequest if the output
+        exists, or an unfinished run that may not or cannot be resumed, or is running.
         """
         self.check_startable(resume=resume)
         self.path.mkdir(exist_ok=True)
         with self._locked():
-            if (self.path / _MANIFEST).is_file():
+            if self.num_done_layers > 0 and (self.path / _MANIFEST).is_file():
                 self.check_same_manifest(manifest)
-            else:
+            elif not resume or self.read_manifest() != manifest:
+                self._clear()
                 with atomic_write(self.path / _MANIFEST) as path:
                     path.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
             yield
@@ -76,10 +84,11 @@ class WorkFolder:
         if not (self.path / _MANIFEST).is_file():
             return
         with self._locked():  # first: nobody is told to remove what is being written
-            if not resume:
+            if not resume and self.num_done_layers > 0:
+                done = format_count(self.num_done_layers, "layer")
                 raise InvalidRequest(
-                    f"{self.path} has an unfinished run of {self.num_done_layers} layers: "
-                    "--resume continues it; or remove it"
+                    f"{self.path} has an unfinished run of {done}: --resume continues it; or "
+                    "remove it"
                 )
 
     @property
@@ -101,10 +110,14 @@ class WorkFolder:
 
     def remove(self) -> None:
         """The manifest goes last: a later run takes nothing of this one for its own."""
+        self._clear()
+        shutil.rmtree(self.path)
+
+    def _clear(self) -> None:
+        """Remove all but the manifest."""
         for path in self.path.iterdir():
             if path.name != _MANIFEST:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        shutil.rmtree(self.path)
 
     @property
     def non_layer_file(self) -> Path:
@@ -146,9 +159,11 @@ class WorkFolder:
         other = sorted(key for key in before | now if before.get(key) != now.get(key))
         if other:
             key = other[0]
+            values = f" ({before.get(key)}, now {now.get(key)})"
+            difference = _DIGESTS.get(key) or key + values
             raise InvalidRequest(
-                f"{self.path} was started with another {key} ({before.get(key)}, now "
-                f"{now.get(key)}): use the same, remove it, or give another --out"
+                f"{self.path} was started with another {difference}: use the same, remove it, or "
+                "give another --out"
             )
 
 

@@ -177,6 +177,11 @@ class StoppedEvent:
     total: int
     unit: str = "layers"
 
+    @property
+    def can_resume(self) -> bool:
+        """Something is finished: layers too if groups of tensors are counted."""
+        return self.done > 0 or self.unit != "layers"
+
 
 @dataclass(frozen=True, slots=True)
 class MixtureEvent:

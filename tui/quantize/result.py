@@ -66,7 +66,7 @@ def _failure_lines(run: QuantizeRun) -> Iterable[Content]:
     stopped = run.stopped
     yield Content(
         "Nothing was kept."
-        if stopped is None
+        if stopped is None or not stopped.can_resume
         else f"{stopped.done} of {stopped.total} {stopped.unit} are done and can be resumed."
     )
 

@@ -48,6 +48,7 @@ class QuantizeRunner:
         self._saved_path = state_dir / "quantize.json"
         self._start_process, self._clock, self._is_remote = start_process, clock, is_remote
         self._announced_run: QuantizeRun | None = None
+        self._edited_form: QuantizeForm | None = None  # since the last run was started
 
     def require_available(self) -> None:
         """Raises InvalidRequest or LoadFailed if nothing can be quantized on this machine."""
@@ -63,13 +64,20 @@ class QuantizeRunner:
         return self.current_run is not None and self.current_run.is_running
 
     def initial_form(self) -> QuantizeForm:
-        """Initial form: of the current run, else of an unfinished saved run, else the defaults."""
+        """Initial form: as last edited, else of the current run, else of an unfinished saved run,
+        else the defaults."""
+        if self._edited_form is not None:
+            return self._edited_form
         if self.current_run is not None:
             return self.current_run.form
         kept = load_form(self._saved_path)
         if kept is None or not has_unfinished_run(kept):
             return QuantizeForm()
         return with_relative_output(kept)
+
+    def keep_form(self, form: QuantizeForm) -> None:
+        """Keep an edited form for the time when the screen is opened again."""
+        self._edited_form = form
 
     def dry_run(self, request: QuantizeRequest) -> QuantizeWorker:
         """Start a dry run. Raises LoadFailed if no process can be started."""
@@ -83,7 +91,7 @@ class QuantizeRunner:
             form, self._start_process(form.to_request(resume=resume), False), self._clock
         )
         save_form(with_absolute_output(form), self._saved_path)
-        self.current_run = run
+        self.current_run, self._edited_form = run, None
         run.start()
         return run
 

@@ -79,7 +79,8 @@ class QuantizeScreen(ToolScreen[str | None]):
             "Chat with it (Ctrl+T)", id="chat", variant="success", compact=True
         )
         # whether the form was changed after the displayed run started
-        self._is_form_changed = runner.current_run is None
+        run = runner.current_run
+        self._is_form_changed = run is None or self._form_panel.form != run.form
         # the last run whose end this screen has handled
         self._last_ended_run = None if runner.is_running else runner.current_run
         self._estimated_model = ""
@@ -112,7 +113,7 @@ class QuantizeScreen(ToolScreen[str | None]):
     def on_mount(self) -> None:
         self._is_composed = True
         self.sync()
-        if not self._runner.is_running and not self._has_result:
+        if not self._runner.is_running and (self._is_form_changed or not self._has_result):
             self.update_estimate()
 
     def on_resize(self, event: events.Resize) -> None:
@@ -171,6 +172,7 @@ class QuantizeScreen(ToolScreen[str | None]):
 
     def on_quantize_form_panel_changed(self, event: QuantizeFormPanel.Changed) -> None:
         event.stop()
+        self._runner.keep_form(event.form)
         option = method_option(event.form)
         self._is_method_chosen |= option != self._shown_option
         self._shown_option = option
