@@ -39,7 +39,11 @@ VICTIMS = {
 _MODEL, _STREAM_TOKENS = "tiny", 300
 # the load alternates between these, for so long each
 _FEW_STREAMS, _MANY_STREAMS, _PHASE_S = 2, 8, 15.0
-_SETTINGS = "min_replicas = 2\nmax_replicas = 3\ntarget_requests = 2\ndownscale_delay_s = 3\n"
+_MIN_REPLICAS = 2
+_SETTINGS = (
+    f"min_replicas = {_MIN_REPLICAS}\nmax_replicas = {_MIN_REPLICAS + 1}\n"
+    "target_requests = 2\ndownscale_delay_s = 3\n"
+)
 _HANG_S, _RECOVERY_S = 60.0, 120.0
 _PROBE_PERIOD_S = 0.1
 # a process that dies may take others with it some seconds later
@@ -156,7 +160,7 @@ def wait_for_start(cluster: Cluster) -> bool:
     deadline_s = since_s + _SCALING_S
     while time.monotonic() < deadline_s:
         last, count = count, cluster.num_replicas()
-        if count > last and time.monotonic() > since_s + _WATCH_S:
+        if count > last >= _MIN_REPLICAS and time.monotonic() > since_s + _WATCH_S:
             return True
         if count != last:
             since_s = time.monotonic()
@@ -241,7 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(_SETTINGS)
         file.flush()
-        with running_cluster(2, _MODEL, "-f", file.name) as cluster:
+        with running_cluster(_MIN_REPLICAS, _MODEL, "-f", file.name) as cluster:
             found, seen = run(cluster, options.kills, options.victims)
     _, left = psutil.wait_procs(seen, timeout=10.0)
     found.add_to(report)

@@ -17,10 +17,24 @@ from localgen.machine.step_times import StepTimes
 from localgen.placement.footprint import RunnerKind, estimate_footprint, loaded_weight_bytes
 from localgen.quant.request.events import MethodEstimate
 
-# llama.cpp's type of head and embedding is Q6_K where that of the others is smaller
-_MIN_OTHER_GGUF_BITS = 6.56
+# llama.cpp's type of the head is Q6_K where that of the others is smaller
+_MIN_HEAD_GGUF_BITS = 6.56
 # bits per weight of the linears, with scales and zero points
 _BITS_PER_WEIGHT_G128 = {4: 4.16, 3: 3.15, 8: 8.19}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCounts:
+    """Weights of a model. linear: in the linears of layers. head: in the output head, which may be
+    the embedding. other: in all other tensors."""
+
+    linear: int
+    head: int
+    other: int
+
+    @property
+    def total(self) -> int:
+        return self.linear + self.head + self.other
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +52,13 @@ class MethodPreset:
         """Type of the GGUF file; empty if it is none."""
         return self.option.partition("--gguf ")[2]
 
-    def num_bytes(self, linear: int, other: int) -> int:
-        """Size of the result, of a model with so many weights in linears, and in other tensors."""
-        other_bits = max(self.bits_per_weight, _MIN_OTHER_GGUF_BITS) if self.gguf_type else 16
-        return round((linear * self.bits_per_weight + other * other_bits) / 8)
+    def num_bytes(self, weights: WeightCounts) -> int:
+        """Size of the result."""
+        bits = self.bits_per_weight
+        if not self.gguf_type:
+            return round((weights.linear * bits + (weights.head + weights.other) * 16) / 8)
+        head = weights.head * max(bits, _MIN_HEAD_GGUF_BITS)
+        return round(((weights.linear + weights.other) * bits + head) / 8)
 
 
 # usually smallest loss first
@@ -79,8 +96,7 @@ def estimate_methods(
     shape = shape_from_hf_config(read_json(folder / "config.json"))
     if shape is None:
         raise LoadFailed(f"{folder}/config.json does not say how large the model is")
-    linear, other = _count_weights(folder)
-    found = _estimates(shape, linear, other, available, times)
+    found = _estimates(shape, _count_weights(folder), available, times)
     return sorted(found, key=lambda one: -one.size_bytes)
 
 
@@ -93,14 +109,13 @@ def best_method(estimates: list[MethodEstimate]) -> MethodEstimate | None:
 
 def _estimates(
     shape: ModelShape,
-    linear: int,
-    other: int,
+    weights: WeightCounts,
     available: AvailableMemory,
     times: StepTimes | None,
 ) -> Iterator[MethodEstimate]:
     for preset in _PRESETS:
-        size = preset.num_bytes(linear, other)
-        need, place = _memory_and_place(preset, shape, size, 2 * (linear + other), available)
+        size = preset.num_bytes(weights)
+        need, place = _memory_and_place(preset, shape, size, 2 * weights.total, available)
         rates = times.rates(preset.gguf_type, size) if times and place == "CPU" else None
         yield MethodEstimate(preset.option, size, need, place, preset.trade, rates)
 
@@ -123,10 +138,11 @@ def _memory_and_place(
     return need, "CPU" if not preset.uses_cuda_backend and need <= available.ram_bytes else None
 
 
-def _count_weights(folder: Path) -> tuple[int, int]:
-    """Number of weights in the linears of layers, and in all other tensors."""
+def _count_weights(folder: Path) -> WeightCounts:
     checkpoint = NumpyCheckpoint(folder)
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
     counts = {name: prod(shape) for name, shape in shapes.items()}
     linear = sum(counts[name] for name in shapes if ".layers." in name and len(shapes[name]) > 1)
-    return linear, sum(counts.values()) - linear
+    by_name = {name.rpartition(".weight")[0].rpartition(".")[2]: counts[name] for name in shapes}
+    head = by_name.get("lm_head", by_name.get("embed_tokens", 0))
+    return WeightCounts(linear, head, sum(counts.values()) - linear - head)

@@ -147,7 +147,7 @@ class QuantizeJob:
         compared, because they are not read.
         """
         manifest = self.work_folder.read_manifest()
-        if manifest is None or self.work_folder.num_done_layers == 0:
+        if manifest is None or not self.work_folder.has_finished_layers:
             return
         model = manifest.get("model")
         checksum = model.get("checksum", 0) if isinstance(model, dict) else 0

@@ -137,8 +137,10 @@ class MixedGgufJob:
 
     def _report_time(self, on_event: OnEvent) -> None:
         done, total = self._probes.num_done, self._probes.num_groups
+        if done == total:
+            return
         on_event(ProgressEvent("timing a group", 0, 1, "steps"))
-        self._estimated_s = self._probes.estimate_s() * (total - done) / total
+        self._estimated_s = self._probes.estimate_s()
         on_event(ProgressEvent("timing a group", 1, 1, "steps"))
         groups = f"the other {total - done} of {total}" if done else str(total)
         on_event(

@@ -43,8 +43,8 @@ def run_quantization(request: QuantizeRequest, on_event: OnEvent) -> None:
     if request.eval_set is not None:
         eval_windows(folder, request.eval_set)  # raises before hours of work
     layerwise = _layerwise_job(job)
-    if request.resume and (layerwise is None or not layerwise.work_folder.num_done_layers):
-        on_event(NoteEvent("there is no finished layer to resume from: all is done anew"))
+    if request.resume and (layerwise is None or not layerwise.work_folder.has_finished_layers):
+        on_event(NoteEvent("--resume: there is nothing to resume, all layers are left"))
     finished = job.run(on_event, resume=request.resume)
     on_event(finished)
     out = Path(finished.path)

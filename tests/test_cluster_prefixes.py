@@ -208,16 +208,18 @@ def test_a_replica_holds_what_it_reports_and_what_it_was_just_sent() -> None:
 
 def test_where_a_replica_fetches_chunks_is_known_until_it_has_them() -> None:
     table = PrefixTable()
-    table.fetch([b"o", b"oo"], "a", "b", 0.0)
-    table.fetch([b"n"], "a", "c", 1.0)
-    assert table.source([b"o", b"oo", b"ooo"], "a", 2.0) == "b"
-    assert table.source([b"n"], "a", 2.0) == "c"
-    assert table.source([b"o"], "b", 2.0) == "", "it has them"
+    table.note_fetch([b"o", b"oo"], "a", "b", 0.0)
+    table.note_fetch([b"n"], "a", "c", 1.0)
+    assert table.fetch_source([b"o", b"oo", b"ooo"], "a", 2.0) == "b"
+    assert table.fetch_source([b"n"], "a", 2.0) == "c"
+    assert table.fetch_source([b"o"], "b", 2.0) == "", "it has them"
     table.report([b"n"], "a", 3.0)
-    assert table.source([b"n"], "a", 3.0) == ""
-    assert table.source([b"o"], "a", ROUTED_S + 1) == "", "it was not fetched, or is not reported"
-    table.fetch([b"x"], "a", "b", ROUTED_S + 1)
-    assert list(table._fetches["a"]) == [b"x"]
+    assert table.fetch_source([b"n"], "a", 3.0) == ""
+    assert table.fetch_source([b"o"], "a", ROUTED_S + 1) == "", (
+        "it was not fetched, or is not reported"
+    )
+    table.note_fetch([b"x"], "a", "b", ROUTED_S + 1)
+    assert list(table._fetches["a"]) == [b"x"], "the old ones are forgotten"
     table.drop("a")
     assert not table._fetches
 

@@ -73,6 +73,17 @@ def test_a_prefix_is_fetched_from_where_much_more_of_it_lies(
     assert (choice.replica, choice.url, choice.kv_address) == ("a", "http://a", "a:1")
 
 
+def test_a_replica_that_does_not_answer_is_not_asked() -> None:
+    route = RoutedRequest(
+        CHUNKS,
+        gone=frozenset("b"),
+        cached={"a": 9},
+        sources={"a": "b"},
+        kv_addresses={"a": "a:1", "b": "b:1"},
+    )
+    assert route.choice("a", "http://a").kv_peer == ""
+
+
 def test_a_replica_that_shares_nothing_is_not_asked() -> None:
     route = RoutedRequest(CHUNKS, cached={"a": 0, "b": 9}, kv_addresses={"a": "", "b": ""})
     choice = route.choice("a", "http://a")

@@ -219,22 +219,63 @@ def test_a_run_without_a_finished_layer_blocks_nothing(
 ) -> None:
     out = tmp_path / "out"
     stopped_at(GPTQ, out, 0)
-    assert (tmp_path / "out.partial" / "plan.json").is_file()
+    left = tmp_path / "out.partial" / "of-gptq.bin"
+    left.touch()
     found: list[QuantizeEvent] = []
     job(GPTQ, out).report_unfinished(found.append)
     assert not found
+    stopped_at(RTN, out, 0)
+    assert not left.exists(), "it is of another recipe"
     run(RTN, out)
     assert files(out) == files(uninterrupted(RTN))
 
 
-def test_resume_with_another_text_names_what_differs(tmp_path: Path) -> None:
+def test_layers_of_a_model_with_more_of_them_are_kept(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    stopped_at(GPTQ, out, 2)
+    work = tmp_path / "out.partial"
+    for path in work.glob("model-*"):
+        path.rename(path.with_name(path.name.replace("-of-00007", "-of-00033")))
+    plan = work / "plan.json"
+    plan.write_text(json.dumps(json.loads(plan.read_text()) | {"model": {"bytes": 1}}))
+    before = files(work)
+    refused(InvalidRequest, lambda: run(GPTQ, out), "has an unfinished run", "--resume")
+    refused(InvalidRequest, lambda: run(GPTQ, out, resume=True), "with another model: use")
+    assert files(work) == before
+
+
+def test_layers_are_kept_if_the_result_could_not_be_renamed(
+    uninterrupted: Callable[[Recipe], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+
+    def fail(*arguments: object) -> None:
+        raise PermissionError(1, "not permitted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail)
+        with pytest.raises(LocalgenError):
+            run(RTN, out)
+    assert run(RTN, out, resume=True) == [LAYERS]
+    assert files(out) == files(uninterrupted(RTN))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"calibration": "0" * 64}, "another calibration text, --samples or --seq-len: use the"),
+        ({"calibration": "0" * 64, "mode": "fold"}, "another mode (fold, now round): use the same"),
+        ({"calibration": None, "model": {"bytes": 1}}, "another model: use the same"),
+    ],
+)
+def test_what_differs_from_an_unfinished_run_is_named(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     stopped_at(GPTQ, out, 2)
     manifest = tmp_path / "out.partial" / "plan.json"
-    plan = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps(plan | {"calibration": "0" * 64}))
-    wanted = "was started with another calibration text, --samples or --seq-len: use the same"
-    refused(InvalidRequest, lambda: run(GPTQ, out, resume=True), wanted)
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | changes))
+    refused(InvalidRequest, lambda: run(GPTQ, out, resume=True), f"was started with {message}")
 
 
 def test_resume_with_another_model_is_rejected(model: Path, tmp_path: Path) -> None:

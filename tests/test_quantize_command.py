@@ -255,7 +255,7 @@ def test_run_interrupted_twice_is_resumed(
     os.kill(child.pid, signal.SIGKILL)
     child.communicate(timeout=60)
     assert run_command_line([*GPTQ, "--resume"]) == 0
-    assert "to resume from" not in capsys.readouterr().err
+    assert "nothing to resume" not in capsys.readouterr().err
     assert _files(tmp_path / "tiny-gptq-4bit") == _files(whole[0])
 
 
@@ -271,7 +271,7 @@ def test_a_run_stopped_before_its_first_layer_is_started_again(
     assert "stopped before the first layer was done" in capsys.readouterr().err
     quick = ["quantize", "tiny", "--rtn", "--out", "tiny-gptq-4bit", "--no-eval"]
     assert run_command_line([*quick, "--resume"]) == 0
-    assert "there is no finished layer to resume from" in capsys.readouterr().err
+    assert "there is nothing to resume" in capsys.readouterr().err
 
 
 def _files(folder: Path) -> dict[str, bytes]:

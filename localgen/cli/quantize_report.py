@@ -219,7 +219,7 @@ class QuantizePrinter:
                     "run the same command with --resume to continue"
                 )
             case StoppedEvent():
-                tables.print_notice("stopped before the first layer was done: nothing is kept")
+                tables.print_notice("stopped before the first layer was done")
             case EvalEvent():
                 self._print_verdict(event)
 

@@ -74,7 +74,7 @@ def _local_facts(file: ModelFile) -> dict[str, Any]:
 
     found = asdict(read_metadata(file))
     entry = catalog_entry_of(file)
-    for name in ("bits_per_weight", "tensor_types", "note"):
+    for name in ("bits", "group_size", "bits_per_weight", "tensor_types", "note"):
         if found[name] is None:
             del found[name]
     known = {"name": file.name, "path": str(file.path), "size_bytes": file.size_bytes}

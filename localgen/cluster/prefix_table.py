@@ -70,7 +70,7 @@ class PrefixTable:
         self._owners: OrderedDict[bytes, dict[str, None]] = OrderedDict()
         # of each replica: when it was sent a chunk
         self._routed_s: dict[str, dict[bytes, float]] = {}
-        # of each replica: chunks that it was told to fetch, since when, and from which other
+        # of each replica: when it was told to fetch a chunk, and from which other; oldest first
         self._fetches: dict[str, dict[bytes, tuple[float, str]]] = {}
         self._max_chunks = max_chunks
         self._orders: OrderedDict[bytes, list[str]] = OrderedDict()  # of _voters, by first chunk
@@ -89,14 +89,17 @@ class PrefixTable:
             routed_s[chunk] = now_s
         self._shrink()
 
-    def fetch(self, chunks: Sequence[bytes], replica: str, source: str, now_s: float) -> None:
+    def note_fetch(self, chunks: Sequence[bytes], replica: str, source: str, now_s: float) -> None:
         """Note that a replica is told to fetch these chunks from another."""
-        old = self._fetches.get(replica, {}).items()
-        kept = {chunk: fetch for chunk, fetch in old if now_s - fetch[0] <= ROUTED_S}
-        self._fetches[replica] = kept | dict.fromkeys(chunks, (now_s, source))
+        fetches = self._fetches.setdefault(replica, {})
+        while fetches and now_s - next(iter(fetches.values()))[0] > ROUTED_S:
+            del fetches[next(iter(fetches))]
+        for chunk in chunks:
+            fetches.pop(chunk, None)
+            fetches[chunk] = (now_s, source)
 
-    def source(self, chunks: Sequence[bytes], replica: str, now_s: float) -> str:
-        """The replica from which this one may be fetching chunks now, or empty."""
+    def fetch_source(self, chunks: Sequence[bytes], replica: str, now_s: float) -> str:
+        """The replica from which this one may be fetching any of these chunks now, or empty."""
         fetches = self._fetches.get(replica, {})
         found = (fetches[chunk] for chunk in chunks if chunk in fetches)
         return next((source for since_s, source in found if now_s - since_s <= ROUTED_S), "")

@@ -64,9 +64,9 @@ class RoutedRequest:
     chunks: of its prompt. model: its name, or empty for the one that all have. wanted: the replica
     that must answer, or None. gone: those that do not answer. in_flight: counts it from the moment
     it is routed, so that those which come at once are spread. cached: chunks that each replica has
-    or was sent. sources: of a replica that may be fetching the prompt already, the one that it does
-    so from. kv_addresses: of the model in each replica. assigned: the replica that it counts for,
-    until it has ended.
+    or was sent. sources: from which other the chosen one fetches the prompt, or empty.
+    kv_addresses: of the model in each replica. assigned: the replica that it counts for, until it
+    has ended.
     """
 
     chunks: tuple[bytes, ...] = ()
@@ -100,9 +100,11 @@ class RoutedRequest:
         self.assigned = replica
 
     def best_source(self, replica: str) -> tuple[str, int]:
-        """Which other replica has much more of the prompt, or empty, and how many chunks."""
-        best = max(self.cached, key=self.cached.__getitem__, default=replica)
-        most = self.cached.get(best, 0)
+        """Which other replica with an address has much more of the prompt, or empty, and how many
+        chunks."""
+        able = {name: count for name, count in self.cached.items() if self.kv_addresses.get(name)}
+        best = max(able, key=able.__getitem__, default="")
+        most = able.get(best, 0)
         is_much = most - self.cached.get(replica, 0) >= MIN_FETCH_CHUNKS
         return (best, most) if is_much else ("", 0)
 
@@ -113,7 +115,8 @@ class RoutedRequest:
         than they were routed in.
         """
         best, most = self.best_source(replica)
-        kv_peer = self.kv_addresses.get(best or self.sources.get(replica, ""), "")
+        source = best or self.sources.get(replica, "")
+        kv_peer = "" if source in self.gone else self.kv_addresses.get(source, "")
         has = max(self.cached.get(replica, 0), most if kv_peer else 0)
         kv_address = self.kv_addresses.get(replica, "")
         return Choice(replica, url, kv_address, kv_peer, len(self.chunks) - has)

@@ -40,21 +40,28 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
             name: kv_address(route.model, replica.replica_metadata, replica.routing_stats)
             for name, replica in by_id.items()
         }
+        now_s = time.monotonic()
         if route.wanted in by_id and route.wanted not in route.gone:
+            route.sources = {route.wanted: self._fetch_source(route, route.wanted, now_s)}
             return [[by_id[route.wanted]]]
         names = self._rank(route, by_id)
         names.sort(key=route.gone.__contains__)  # they may answer again
-        now_s = time.monotonic()
-        source, count = route.best_source(names[0])
-        if source:
-            self._prefixes.fetch(route.chunks[:count], names[0], source, now_s)
-        route.sources = {names[0]: self._prefixes.source(route.chunks, names[0], now_s)}
+        route.sources = {names[0]: self._fetch_source(route, names[0], now_s)}
         self._prefixes.add(route.chunks, names[0], now_s)
         route.assign(names[0])
         if route.model:
             self._models.give(route.model, names[0], now_s)
         ranked = [by_id[name] for name in names]
         return [ranked[:1], ranked[1:]] if len(ranked) > 1 else [ranked]
+
+    def _fetch_source(self, route: RoutedRequest, name: str, now_s: float) -> str:
+        """The replica from which this one fetches the prompt, now or already, or empty."""
+        source, count = route.best_source(name)
+        if not source:
+            return self._prefixes.fetch_source(route.chunks, name, now_s)
+        missing = route.chunks[route.cached.get(name, 0) : count]
+        self._prefixes.note_fetch(missing, name, source, now_s)
+        return source
 
     def _rank(self, route: RoutedRequest, by_id: Mapping[str, RunningReplica]) -> list[str]:
         """All replicas, best first: those with the model, and of these the one with the prefix."""

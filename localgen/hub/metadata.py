@@ -18,7 +18,6 @@ from localgen.backends.formats.hf.folder import read_chat_template, read_optiona
 from localgen.backends.formats.model_files import ModelFile, stem_of
 from localgen.backends.formats.weight_sizes import folder_quantization
 from localgen.backends.sampling_params import SAMPLERS, SamplingParams
-from localgen.backends.units import format_count
 from localgen.hub.catalog import CatalogEntry, entry_by_repo
 from localgen.hub.packaged import packaged_sampling
 from localgen.hub.quants import quant_of
@@ -31,14 +30,17 @@ _SAMPLING = (*(sampler.hf_key for sampler in SAMPLERS if sampler.hf_key), "do_sa
 class ModelMetadata:
     """Fields are None if unknown.
 
-    bits_per_weight, tensor_types: of a GGUF file; the types with most weights come first. sampling:
-    the model's sampling defaults by original name. note: what llama.cpp computes differently.
+    bits, group_size: of a folder's quantized weights. bits_per_weight, tensor_types: of a GGUF
+    file; the types with most weights come first. sampling: the model's sampling defaults by
+    original name. note: what llama.cpp computes differently.
     """
 
     architecture: str | None = None
     title: str | None = None
     params: int | None = None
     quantization: str | None = None
+    bits: int | None = None
+    group_size: int | None = None
     bits_per_weight: float | None = None
     tensor_types: list[str] | None = None
     context: int | None = None
@@ -83,7 +85,7 @@ def _from_gguf(file: ModelFile) -> ModelMetadata:
         params=weights.total(),
         quantization=_file_type(_number(reader, "general.file_type"))
         or _quant_from_filename(stem_of(file.path)),
-        bits_per_weight=round(num_bits / weights.total(), 2) if tensors else None,
+        bits_per_weight=round(num_bits / weights.total(), 2) if weights.total() else None,
         tensor_types=[name for name, _ in weights.most_common()],
         context=_number(reader, f"{architecture}.context_length"),
         layers=_number(reader, f"{architecture}.block_count"),
@@ -128,12 +130,14 @@ def _from_folder(folder: Path) -> ModelMetadata:
     architectures = config.get("architectures")
     first = architectures[0] if isinstance(architectures, list) and architectures else None
     generation = read_optional_json(folder / "generation_config.json")
+    quant = folder_quantization(folder)
     return ModelMetadata(
         architecture=first if isinstance(first, str) else _text(config, "model_type"),
-        quantization=_folder_quantization(folder)
-        or _text(_object(config, "quantization_config"), "quant_method")
+        quantization=_text(_object(config, "quantization_config"), "quant_method")
         or _text(config, "dtype")
         or _text(config, "torch_dtype"),
+        bits=None if quant is None else quant.bits,
+        group_size=None if quant is None else quant.group_size,
         context=_number(text, "max_position_embeddings"),
         layers=_number(text, "num_hidden_layers"),
         hidden=_number(text, "hidden_size"),
@@ -142,14 +146,6 @@ def _from_folder(folder: Path) -> ModelMetadata:
         note=_gguf_note(folder),
         sampling={key: generation[key] for key in _SAMPLING if generation.get(key) is not None},
     )
-
-
-def _folder_quantization(folder: Path) -> str | None:
-    found = folder_quantization(folder)
-    if found is None:
-        return None
-    groups = "" if found.group_size is None else f" in groups of {found.group_size}"
-    return f"{found.method}, {format_count(found.bits, 'bit')}{groups}"
 
 
 def _gguf_note(folder: Path) -> str | None:

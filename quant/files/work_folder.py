@@ -18,10 +18,12 @@ from localgen.quant.files.layerwise_checkpoint import stored_tensors
 from localgen.quant.files.safetensors_writer import atomic_write
 
 _MANIFEST = "plan.json"
-# keys of the manifest whose values say nothing to people
-_DIGESTS = {
-    "calibration": "calibration text, --samples or --seq-len",
+# keys of the manifest whose values say nothing to people; of several differences these are named
+# last, in this order
+_IN_WORDS = {
+    "model bytes": "model",
     "model checksum": "version of the model",
+    "calibration": "calibration text, --samples or --seq-len",
 }
 
 
@@ -43,17 +45,19 @@ class WorkFolder:
     def opened(self, manifest: dict[str, Any], *, resume: bool) -> Iterator[None]:
         """Create the folder, or resume a run with the same manifest; other runs wait outside.
 
-        manifest: all that determines the result, a JSON object. A run without a finished layer is
-        only resumed if its manifest is the same, else replaced. Raises InvalidRequest if the output
-        exists, or an unfinished run that may not or cannot be resumed, or is running.
+        manifest: all that determines the result, a JSON object. A run with another one and without
+        a finished layer is replaced. Raises InvalidRequest if the output exists, or an unfinished
+        run that may not or cannot be resumed, or is running.
         """
         self.check_startable(resume=resume)
         self.path.mkdir(exist_ok=True)
         with self._locked():
-            if self.num_done_layers > 0 and (self.path / _MANIFEST).is_file():
+            found = self.read_manifest()
+            if found is not None and self.has_finished_layers:
                 self.check_same_manifest(manifest)
-            elif not resume or self.read_manifest() != manifest:
-                self._clear()
+            elif found != manifest:
+                if found is not None:
+                    self._clear()
                 with atomic_write(self.path / _MANIFEST) as path:
                     path.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
             yield
@@ -77,14 +81,14 @@ class WorkFolder:
             ) from None
 
     def check_startable(self, *, resume: bool) -> None:
-        """Raise InvalidRequest as in `open`, without comparing manifests."""
+        """Raise InvalidRequest as in `opened`, without comparing manifests."""
         if self.out.exists():
             raise InvalidRequest(f"{self.out} already exists: remove it, or give another --out")
         require_parent_folder(self.out)
         if not (self.path / _MANIFEST).is_file():
             return
         with self._locked():  # first: nobody is told to remove what is being written
-            if not resume and self.num_done_layers > 0:
+            if not resume and self.has_finished_layers:
                 done = format_count(self.num_done_layers, "layer")
                 raise InvalidRequest(
                     f"{self.path} has an unfinished run of {done}: --resume continues it; or "
@@ -101,6 +105,12 @@ class WorkFolder:
         """Number of finished layers, counted from the first."""
         layers = self._num_files - 1
         return next((i for i in range(layers) if not self.layer_file(i).is_file()), layers)
+
+    @property
+    def has_finished_layers(self) -> bool:
+        """True if any layer is finished, also of a model with another number of layers."""
+        files = self.path.glob("model-*-of-*.safetensors")
+        return any(not path.name.startswith("model-00001-") for path in files)
 
     def layer_file(self, index: int) -> Path:
         return self._file(index + 2)
@@ -158,9 +168,9 @@ class WorkFolder:
         before, now = _flatten(self.read_manifest() or {}), _flatten(manifest)
         other = sorted(key for key in before | now if before.get(key) != now.get(key))
         if other:
-            key = other[0]
-            values = f" ({before.get(key)}, now {now.get(key)})"
-            difference = _DIGESTS.get(key) or key + values
+            named = list(_IN_WORDS)
+            key = min(other, key=lambda key: named.index(key) if key in named else -1)
+            difference = _IN_WORDS.get(key) or f"{key} ({before.get(key)}, now {now.get(key)})"
             raise InvalidRequest(
                 f"{self.path} was started with another {difference}: use the same, remove it, or "
                 "give another --out"

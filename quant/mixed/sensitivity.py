@@ -97,11 +97,16 @@ class SensitivityProbes:
     @property
     def num_done(self) -> int:
         """Groups that are measured."""
-        return sum(
-            len(groups)
+        return self.num_groups - sum(map(len, self._layers_left.values()))
+
+    @property
+    def _layers_left(self) -> dict[int | None, list[TensorGroup]]:
+        """Groups that are not measured, by layer."""
+        return {
+            layer: groups
             for layer, groups in self._layers.items()
-            if self._record_file(layer).is_file()
-        )
+            if not self._record_file(layer).is_file()
+        }
 
     @property
     def num_probe_tokens(self) -> int:
@@ -109,11 +114,11 @@ class SensitivityProbes:
 
     @property
     def _num_layer_passes(self) -> int:
-        """Passes of the windows through one layer that all probes take."""
+        """Passes of the windows through one layer that all probes that are left take."""
         layers = self._source.spec.num_layers
         passes = sum(
             len(groups) * (layers if layer is None else layers - layer)
-            for layer, groups in self._layers.items()
+            for layer, groups in self._layers_left.items()
         )
         return passes + layers
 
@@ -133,7 +138,7 @@ class SensitivityProbes:
 
     @torch.no_grad()
     def estimate_s(self) -> float:
-        """Seconds of all probes, from a trial of one window and one matrix."""
+        """Seconds of all probes that are left, from a trial of one window and one matrix."""
         ids = self._ids[:1]
         scale = len(self._ids) / len(ids)
         layer = self._source.read_layer(0, self._device)
@@ -144,13 +149,13 @@ class SensitivityProbes:
         head_s = scale * _seconds(
             lambda: ReferenceDistribution(self._source, states, self._device, self._dtype)
         )
-        heads = self.num_groups + len(self._layers)
+        heads = self.num_groups - self.num_done + len(self._layers_left)
         passes_s = self._num_layer_passes * pass_s + heads * head_s
         return passes_s + self._estimate_rounding_s(layer)
 
     def _estimate_rounding_s(self, layer: LayerTensors) -> float:
-        """Seconds to round all groups and to measure their errors."""
-        groups = [group for some in self._layers.values() for group in some]
+        """Seconds to round all groups that are left and to measure their errors."""
+        groups = [group for some in self._layers_left.values() for group in some]
         tried = self._layers[0][0]
         weight = layer[f"{tried.linears[0]}.weight"].cpu().numpy()
         ones = np.ones(weight.shape[1], np.float32)

@@ -179,7 +179,7 @@ class StoppedEvent:
 
     @property
     def can_resume(self) -> bool:
-        """Something is finished: layers too if groups of tensors are counted."""
+        """Something is finished. Groups of tensors are measured after all layers."""
         return self.done > 0 or self.unit != "layers"
 
 

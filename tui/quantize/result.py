@@ -65,7 +65,7 @@ def _failure_lines(run: QuantizeRun) -> Iterable[Content]:
         return
     stopped = run.stopped
     yield Content(
-        "Nothing was kept."
+        "No layer was done."
         if stopped is None or not stopped.can_resume
         else f"{stopped.done} of {stopped.total} {stopped.unit} are done and can be resumed."
     )

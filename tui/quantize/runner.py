@@ -79,6 +79,10 @@ class QuantizeRunner:
         """Keep an edited form for the time when the screen is opened again."""
         self._edited_form = form
 
+    @property
+    def has_edited_form(self) -> bool:
+        return self._edited_form is not None
+
     def dry_run(self, request: QuantizeRequest) -> QuantizeWorker:
         """Start a dry run. Raises LoadFailed if no process can be started."""
         return self._start_process(request, True)

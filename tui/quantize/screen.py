@@ -85,7 +85,8 @@ class QuantizeScreen(ToolScreen[str | None]):
         self._last_ended_run = None if runner.is_running else runner.current_run
         self._estimated_model = ""
         # the method is the user's choice, or of an earlier run: else it is the one that suits best
-        self._is_method_chosen = self._form_panel.form != QuantizeForm()
+        is_default = self._form_panel.form == QuantizeForm()
+        self._is_method_chosen = runner.has_edited_form or not is_default
         self._shown_option = method_option(self._form_panel.form)
         self._was_running: bool | None = None
         # the app may call sync() before compose() has finished
