@@ -64,11 +64,13 @@ def _failure_lines(run: QuantizeRun) -> Iterable[Content]:
         yield Content.styled(f"✗ {one_line(run.error)}", "$error")
         return
     stopped = run.stopped
-    yield Content(
-        "No layer was done."
-        if stopped is None or not stopped.can_resume
-        else f"{stopped.done} of {stopped.total} {stopped.unit} are done and can be resumed."
-    )
+    if stopped is None:
+        yield Content("Nothing was kept.")
+    elif not stopped.can_resume:
+        yield Content("Stopped before the first layer was done.")
+    else:
+        done = f"{stopped.done} of {stopped.total} {stopped.unit}"
+        yield Content(f"{done} are done and can be resumed.")
 
 
 def eval_table_lines(rows: Sequence[EvalRow]) -> Iterable[Content]:
