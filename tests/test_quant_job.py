@@ -239,8 +239,11 @@ def test_layers_of_a_model_with_more_of_them_are_kept(tmp_path: Path) -> None:
     plan = work / "plan.json"
     plan.write_text(json.dumps(json.loads(plan.read_text()) | {"model": {"bytes": 1}}))
     before = files(work)
-    refused(InvalidRequest, lambda: run(GPTQ, out), "has an unfinished run", "--resume")
+    refused(InvalidRequest, lambda: run(GPTQ, out), "an unfinished run of another model: remove")
     refused(InvalidRequest, lambda: run(GPTQ, out, resume=True), "with another model: use")
+    plan.unlink()
+    refused(InvalidRequest, lambda: run(GPTQ, out, resume=True), "no plan.json that tells of what")
+    del before["plan.json"]
     assert files(work) == before
 
 
@@ -256,6 +259,7 @@ def test_layers_are_kept_if_the_result_could_not_be_renamed(
         patch.setattr(Path, "rename", fail)
         with pytest.raises(LocalgenError):
             run(RTN, out)
+    refused(InvalidRequest, lambda: run(GPTQ, out, resume=True), "another recipe method")
     assert run(RTN, out, resume=True) == [LAYERS]
     assert files(out) == files(uninterrupted(RTN))
 

@@ -86,9 +86,19 @@ class WorkFolder:
             raise InvalidRequest(f"{self.out} already exists: remove it, or give another --out")
         require_parent_folder(self.out)
         if not (self.path / _MANIFEST).is_file():
+            if self.has_finished_layers:
+                raise InvalidRequest(
+                    f"{self.path} has layers, but no {_MANIFEST} that tells of what: remove it, or "
+                    "give another --out"
+                )
             return
         with self._locked():  # first: nobody is told to remove what is being written
             if not resume and self.has_finished_layers:
+                if not self.num_done_layers:
+                    raise InvalidRequest(
+                        f"{self.path} has an unfinished run of another model: remove it, or give "
+                        "another --out"
+                    )
                 done = format_count(self.num_done_layers, "layer")
                 raise InvalidRequest(
                     f"{self.path} has an unfinished run of {done}: --resume continues it; or "
@@ -147,8 +157,8 @@ class WorkFolder:
             path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         for left in (*self.path.glob("*states-*.bin"), *self.path.glob(".*.unfinished")):
             left.unlink()
-        (self.path / _MANIFEST).unlink()
         self.path.rename(self.out)
+        (self.out / _MANIFEST).unlink()  # last: without it, nobody knows what layers are of
 
     def _file(self, number: int) -> Path:
         return self.path / f"model-{number:05d}-of-{self._num_files:05d}.safetensors"

@@ -65,7 +65,7 @@ def _failure_lines(run: QuantizeRun) -> Iterable[Content]:
         return
     stopped = run.stopped
     if stopped is None:
-        yield Content("Nothing was kept.")
+        yield Content("Stopped." if run.form.is_resumable else "Nothing was kept.")
     elif not stopped.can_resume:
         yield Content("Stopped before the first layer was done.")
     else:
