@@ -110,7 +110,7 @@ def _prepare_job(
 
 
 def _layerwise_job(job: QuantizeJob | GgufJob | MixedGgufJob) -> QuantizeJob | None:
-    """What can be resumed, or None."""
+    """The part of a job that works layer by layer and can be resumed, or None."""
     return job if isinstance(job, QuantizeJob) else job.calibration
 
 

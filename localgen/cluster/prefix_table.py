@@ -90,7 +90,7 @@ class PrefixTable:
         self._shrink()
 
     def note_fetch(self, chunks: Sequence[bytes], replica: str, source: str, now_s: float) -> None:
-        """Note that a replica is told to fetch these chunks from another."""
+        """Record that a replica was told to fetch these chunks from another, the source."""
         fetches = self._fetches.setdefault(replica, {})
         while fetches and now_s - next(iter(fetches.values()))[0] > ROUTED_S:
             del fetches[next(iter(fetches))]
